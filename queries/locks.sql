@@ -1,0 +1,91 @@
+-- name: LockAll :exec
+-- LockAll takes the transaction locks of all keys, waiting for each that is held. Then it puts
+-- statement_timeout back to what TxSetLockBudget found, and leaves lock_timeout at the rest of the budget, for
+-- the row locks of the statements that follow.
+--
+-- keys and exclusive have one entry a lock, in any order; a key named twice is taken once, and exclusive wins.
+-- Error 55P03 or 57014: the budget ran out; what was taken is freed with the transaction or savepoint.
+--
+-- Locks: advisory, in the order of the signed key, so that calls over several keys never deadlock with each
+-- other. The function stands outside the sub-query that sorts; inside it, it could run before the sort.
+-- Reads no table: only the next statement's snapshot shows what an earlier holder committed.
+SELECT
+    pg_catalog.count(taken.lock),
+    pg_catalog.set_config('statement_timeout', pg_catalog.current_setting('latchkey.statement_timeout'), true),
+    pg_catalog.set_config('lock_timeout', greatest(1, pg_catalog.ceil(1000 * (
+        pg_catalog.current_setting('latchkey.deadline')::numeric - extract(EPOCH FROM pg_catalog.clock_timestamp())
+    )))::bigint::text, true)
+FROM (
+    SELECT
+        CASE
+            WHEN wanted.exclusive THEN pg_catalog.pg_advisory_xact_lock(wanted.key)
+            ELSE pg_catalog.pg_advisory_xact_lock_shared(wanted.key)
+        END AS lock
+    FROM (
+        SELECT named.key, pg_catalog.bool_or(named.exclusive) AS exclusive
+        FROM ROWS FROM (pg_catalog.unnest(@keys::bigint[]), pg_catalog.unnest(@exclusive::boolean[])) AS named (key, exclusive)
+        GROUP BY named.key
+        ORDER BY named.key
+    ) AS wanted
+) AS taken;
+
+-- name: LockTryAll :exec
+-- LockTryAll takes the transaction locks of all keys if none is held by another session, and raises 55P03
+-- otherwise. Then it puts statement_timeout back to what TxSetLockBudget found, and leaves lock_timeout at
+-- 1 ms, so that the statements that follow do not wait for a row lock either.
+--
+-- keys and exclusive are those of LockAll. A shared lock is refused also while an exclusive one is waited for.
+--
+-- Locks: advisory, in the order of the signed key; never waits. Reads no table.
+SELECT
+    pg_catalog.count(CASE WHEN taken.got THEN true ELSE latchkey.raise_error('55P03', 'advisory lock is held') END),
+    pg_catalog.set_config('statement_timeout', pg_catalog.current_setting('latchkey.statement_timeout'), true),
+    pg_catalog.set_config('lock_timeout', '1', true)  -- milliseconds; 0 would be for ever
+FROM (
+    SELECT
+        CASE
+            WHEN wanted.exclusive THEN pg_catalog.pg_try_advisory_xact_lock(wanted.key)
+            ELSE pg_catalog.pg_try_advisory_xact_lock_shared(wanted.key)
+        END AS got
+    FROM (
+        SELECT named.key, pg_catalog.bool_or(named.exclusive) AS exclusive
+        FROM ROWS FROM (pg_catalog.unnest(@keys::bigint[]), pg_catalog.unnest(@exclusive::boolean[])) AS named (key, exclusive)
+        GROUP BY named.key
+        ORDER BY named.key
+    ) AS wanted
+) AS taken;
+
+-- name: TxRequireReadCommitted :exec
+-- TxRequireReadCommitted raises 25000 unless the transaction is READ COMMITTED and may write. At any other
+-- level the statement after the lock would not see what the last holder committed.
+--
+-- Locks: none.
+SELECT
+    CASE
+        WHEN pg_catalog.current_setting('transaction_isolation') = 'read committed'
+            AND pg_catalog.current_setting('transaction_read_only') = 'off' THEN true
+        ELSE latchkey.raise_error('25000', 'transaction is not READ COMMITTED, READ WRITE')
+    END;
+
+-- name: TxRestoreTimeouts :exec
+-- TxRestoreTimeouts puts lock_timeout and statement_timeout back to what TxSetLockBudget found, for the rest
+-- of a transaction that somebody else began.
+--
+-- Locks: none.
+SELECT
+    pg_catalog.set_config('lock_timeout', pg_catalog.current_setting('latchkey.lock_timeout'), true),
+    pg_catalog.set_config('statement_timeout', pg_catalog.current_setting('latchkey.statement_timeout'), true);
+
+-- name: TxSetLockBudget :exec
+-- TxSetLockBudget bounds the next statement, LockAll or LockTryAll, to budget_ms milliseconds in all.
+-- lock_timeout alone would not: it counts anew for each key. What both timeouts were is kept in settings of
+-- the transaction, as is the time at which the budget ends.
+--
+-- Locks: none. All settings are local to the transaction.
+SELECT
+    pg_catalog.set_config('latchkey.lock_timeout', pg_catalog.current_setting('lock_timeout'), true),
+    pg_catalog.set_config('latchkey.statement_timeout', pg_catalog.current_setting('statement_timeout'), true),
+    pg_catalog.set_config('latchkey.deadline', (extract(EPOCH FROM pg_catalog.clock_timestamp()) + budget.ms::numeric / 1000)::text, true),
+    pg_catalog.set_config('lock_timeout', budget.ms::text, true),
+    pg_catalog.set_config('statement_timeout', budget.ms::text, true)
+FROM (SELECT @budget_ms::bigint AS ms) AS budget;

@@ -1,0 +1,89 @@
+-- name: SetupCountPending :one
+-- SetupCountPending returns how many requests of the user are pending; 0 also for an unknown user.
+--
+-- Locks: none. Index: setup_requests_pending_key.
+SELECT pg_catalog.count(*)
+FROM latchkey.setup_requests AS s
+WHERE s.user_id = @user_id AND s.status = 'pending';
+
+-- name: SetupEnd :one
+-- SetupEnd moves a pending request to status, which is completed or cancelled, and returns it with ended true.
+-- A request that is not pending any more comes back as the statement found it, with ended false. No row: there
+-- is no such request.
+--
+-- Needs no advisory lock: a request only ever leaves pending, so a count under the lock can be too high by
+-- one that is just ending, never too low.
+--
+-- Locks: the row, FOR NO KEY UPDATE. Index: setup_requests_pkey.
+WITH ended AS (
+    UPDATE latchkey.setup_requests AS s
+    SET status = @status, ended_at = pg_catalog.clock_timestamp()
+    WHERE s.id = @id AND s.status = 'pending'
+    RETURNING s.id, s.user_id, s.status, s.pending_slot, s.max_pending, s.idempotency_key, s.created_at, s.ended_at
+)
+SELECT e.id, e.user_id, e.status, e.pending_slot, e.max_pending, e.idempotency_key, e.created_at, e.ended_at, true AS ended
+FROM ended AS e
+UNION ALL
+SELECT s.id, s.user_id, s.status, s.pending_slot, s.max_pending, s.idempotency_key, s.created_at, s.ended_at, false AS ended
+FROM latchkey.setup_requests AS s
+WHERE s.id = @id AND NOT EXISTS (SELECT FROM ended);
+
+-- name: SetupGet :one
+-- SetupGet returns the request. No row: there is none with this id.
+--
+-- Locks: none. Index: setup_requests_pkey.
+SELECT s.id, s.user_id, s.status, s.pending_slot, s.max_pending, s.idempotency_key, s.created_at, s.ended_at
+FROM latchkey.setup_requests AS s
+WHERE s.id = @id;
+
+-- name: SetupInsertWithinLimit :one
+-- SetupInsertWithinLimit inserts a pending request of the user, if fewer than max_pending are pending, into
+-- the lowest free slot. It returns one row always: pending_before, and the new request, or the request that
+-- an earlier call inserted under the same idempotency key, or NULL where the limit says no.
+--
+-- The caller holds the lock setup_request:<user_id>, taken by a statement of its own, before this one.
+-- Error 23505 on setup_requests_pending_key: a writer without the lock was there first.
+--
+-- Locks: waits for another transaction only where that one inserted the same slot or idempotency key without
+-- the lock. Indexes: setup_requests_pending_key, setup_requests_idempotency_key.
+WITH earlier AS MATERIALIZED (
+    SELECT s.id, s.user_id, s.status, s.pending_slot, s.max_pending, s.idempotency_key, s.created_at, s.ended_at
+    FROM latchkey.setup_requests AS s
+    WHERE s.user_id = @user_id AND s.idempotency_key = sqlc.narg('idempotency_key')::text
+), pending AS MATERIALIZED (
+    SELECT s.pending_slot
+    FROM latchkey.setup_requests AS s
+    WHERE s.user_id = @user_id AND s.status = 'pending'
+), free AS (
+    -- Of one more slots than are taken, one is free.
+    SELECT pg_catalog.min(slots.slot)::smallint AS slot
+    FROM pg_catalog.generate_series(1, 1 + (SELECT pg_catalog.count(*) FROM pending)::integer) AS slots (slot)
+    WHERE NOT EXISTS (SELECT FROM pending AS p WHERE p.pending_slot = slots.slot)
+), inserted AS (
+    INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending, idempotency_key)
+    SELECT @id, @user_id, f.slot, @max_pending, sqlc.narg('idempotency_key')::text
+    FROM free AS f
+    WHERE (SELECT pg_catalog.count(*) FROM pending) < @max_pending
+        AND NOT EXISTS (SELECT FROM earlier)
+    RETURNING id, user_id, status, pending_slot, max_pending, idempotency_key, created_at, ended_at
+), chosen AS (
+    SELECT e.id, e.user_id, e.status, e.pending_slot, e.max_pending, e.idempotency_key, e.created_at, e.ended_at FROM earlier AS e
+    UNION ALL
+    SELECT i.id, i.user_id, i.status, i.pending_slot, i.max_pending, i.idempotency_key, i.created_at, i.ended_at FROM inserted AS i
+)
+SELECT
+    p.pending_before,
+    c.id, c.user_id, c.status, c.pending_slot, c.max_pending, c.idempotency_key, c.created_at, c.ended_at
+FROM (SELECT pg_catalog.count(*) AS pending_before FROM pending) AS p
+LEFT JOIN chosen AS c ON true;
+
+-- name: SetupListByUser :many
+-- SetupListByUser returns up to max_rows requests of the user, newest first. To page, give created_at and id
+-- of the last row of the page before; to start, a time that is later than any.
+--
+-- Locks: none. Index: setup_requests_user_id_created_at_idx.
+SELECT s.id, s.user_id, s.status, s.pending_slot, s.max_pending, s.idempotency_key, s.created_at, s.ended_at
+FROM latchkey.setup_requests AS s
+WHERE s.user_id = @user_id AND (s.created_at, s.id) < (@before_created_at::timestamptz, @before_id::uuid)
+ORDER BY s.created_at DESC, s.id DESC
+LIMIT @max_rows;
