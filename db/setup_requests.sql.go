@@ -126,7 +126,7 @@ WITH earlier AS MATERIALIZED (
     WHERE NOT EXISTS (SELECT FROM pending AS p WHERE p.pending_slot = slots.slot)
 ), inserted AS (
     INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending, idempotency_key)
-    SELECT $3, $1, f.slot, $4, $2::text
+    SELECT $3::uuid, $1, f.slot, $4::smallint, $2::text
     FROM free AS f
     WHERE (SELECT pg_catalog.count(*) FROM pending) < $4
         AND NOT EXISTS (SELECT FROM earlier)

@@ -77,9 +77,10 @@ SELECT
     pg_catalog.set_config('statement_timeout', pg_catalog.current_setting('latchkey.statement_timeout'), true);
 
 -- name: TxSetLockBudget :exec
--- TxSetLockBudget bounds the next statement, LockAll or LockTryAll, to budget_ms milliseconds in all.
--- lock_timeout alone would not: it counts anew for each key. What both timeouts were is kept in settings of
--- the transaction, as is the time at which the budget ends.
+-- TxSetLockBudget bounds the next statement, LockAll or LockTryAll, to budget_ms milliseconds. lock_timeout
+-- counts anew for each key, so statement_timeout bounds them all; it is a little longer, so that the wait for a
+-- single key ends as 55P03, which says what it was. What both were is kept in settings of the transaction, as is
+-- the time at which the budget ends.
 --
 -- Locks: none. All settings are local to the transaction.
 SELECT
@@ -87,5 +88,5 @@ SELECT
     pg_catalog.set_config('latchkey.statement_timeout', pg_catalog.current_setting('statement_timeout'), true),
     pg_catalog.set_config('latchkey.deadline', (extract(EPOCH FROM pg_catalog.clock_timestamp()) + budget.ms::numeric / 1000)::text, true),
     pg_catalog.set_config('lock_timeout', budget.ms::text, true),
-    pg_catalog.set_config('statement_timeout', budget.ms::text, true)
+    pg_catalog.set_config('statement_timeout', (budget.ms + 20)::text, true)
 FROM (SELECT @budget_ms::bigint AS ms) AS budget;

@@ -61,7 +61,7 @@ WITH earlier AS MATERIALIZED (
     WHERE NOT EXISTS (SELECT FROM pending AS p WHERE p.pending_slot = slots.slot)
 ), inserted AS (
     INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending, idempotency_key)
-    SELECT @id, @user_id, f.slot, @max_pending, sqlc.narg('idempotency_key')::text
+    SELECT @id::uuid, @user_id, f.slot, @max_pending::smallint, sqlc.narg('idempotency_key')::text
     FROM free AS f
     WHERE (SELECT pg_catalog.count(*) FROM pending) < @max_pending
         AND NOT EXISTS (SELECT FROM earlier)

@@ -1,0 +1,82 @@
+package repository
+
+import (
+	"strings"
+	"time"
+	"unicode/utf8"
+
+	"github.com/google/uuid"
+)
+
+// ListOpts choose a page of a list, newest first; nil is the default of each.
+type ListOpts struct {
+	// Limit is how many rows come back at most: 1 to 1000; 0 is 100.
+	Limit int
+
+	// After is the [Cursor] of the last row of the page before; the zero Cursor starts with the newest.
+	After Cursor
+}
+
+// Cursor is a place in a list. Rows that are added meanwhile do not move it.
+type Cursor struct {
+	CreatedAt time.Time
+	ID        uuid.UUID
+}
+
+// afterAll is a Cursor before which every row comes.
+var afterAll = Cursor{CreatedAt: time.Date(9999, 12, 31, 0, 0, 0, 0, time.UTC), ID: uuid.Max}
+
+// page checks the options and fills in the defaults.
+func (o *ListOpts) page() (limit int32, after Cursor, err error) {
+	if o == nil {
+		o = &ListOpts{}
+	}
+	limit, after = 100, o.After
+	switch {
+	case o.Limit < 0 || o.Limit > maxListLimit:
+		return 0, Cursor{}, &InvalidError{"Limit", "must be 0 or from 1 to 1000"}
+	case o.Limit > 0:
+		limit = int32(o.Limit)
+	}
+	if after == (Cursor{}) {
+		after = afterAll
+	}
+	return limit, after, nil
+}
+
+const (
+	// maxListLimit bounds what one call holds in memory.
+	maxListLimit = 1000
+
+	// maxIdempotencyKey holds any key in use, such as two UUIDs or a hash. The table's CHECK says the same.
+	maxIdempotencyKey = 255
+)
+
+// idempotencyKey checks a key; nil is none.
+func idempotencyKey(key string) (*string, error) {
+	switch {
+	case key == "":
+		return nil, nil
+	case len(key) > maxIdempotencyKey:
+		return nil, &InvalidError{"IdempotencyKey", "must be at most 255 bytes long"}
+	case !utf8.ValidString(key):
+		return nil, &InvalidError{"IdempotencyKey", "must be valid UTF-8"}
+	case strings.ContainsRune(key, 0):
+		return nil, &InvalidError{"IdempotencyKey", "must not hold a NUL byte"}
+	}
+	return &key, nil
+}
+
+// maxLockTimeout is in whole days what PostgreSQL can hold in a 32-bit count of milliseconds.
+const maxLockTimeout = 24 * 24 * time.Hour
+
+// lockTimeout checks an argument of that name; 0 is fallback.
+func lockTimeout(d, fallback time.Duration) (time.Duration, error) {
+	switch {
+	case d == 0:
+		return fallback, nil
+	case d < time.Millisecond || d > maxLockTimeout: // the server counts whole milliseconds, and 0 is for ever
+		return 0, &InvalidError{"LockTimeout", "must be 0 or from 1ms to 576h"}
+	}
+	return d, nil
+}

@@ -1,0 +1,214 @@
+package repository
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgconn"
+
+	"github.com/latchkey-go/latchkey/internal/pipeline"
+)
+
+// What a caller branches on. Every error of this package that has one of these causes is it, by [errors.Is],
+// and the server's *[pgconn.PgError], where there is one, is found by [errors.As].
+var (
+	// ErrPendingExists is the [LimitError] of setup requests: the user has as many pending ones as may be.
+	ErrPendingExists = errors.New("too many requests are pending")
+
+	// ErrLockBusy is a [LockBusyError].
+	ErrLockBusy = errors.New("lock is busy")
+
+	// ErrDeadlock means that the server ended the call to resolve a deadlock. Nothing was written.
+	ErrDeadlock = errors.New("deadlock")
+
+	// ErrSerialization means that a transaction could not be serialised with others. Nothing was written.
+	ErrSerialization = errors.New("serialization failure")
+
+	// ErrOutcomeUnknown means that the connection ended after COMMIT was sent and before its answer came: the
+	// call may or may not have been committed. With an idempotency key, make the same call again and it tells.
+	ErrOutcomeUnknown = errors.New("outcome unknown")
+
+	// ErrConnectionLost means that there was no connection, or it ended before COMMIT was sent. Nothing was
+	// written.
+	ErrConnectionLost = errors.New("connection lost")
+
+	// ErrReadOnly means that the server takes no writes: it is a standby, or a primary that was demoted. The
+	// connection is closed, so that the next call gets another one.
+	ErrReadOnly = errors.New("server is read-only")
+
+	// ErrIsolation means that the transaction to join is not READ COMMITTED, or is READ ONLY.
+	ErrIsolation = errors.New("transaction to join is not read committed, read write")
+
+	// ErrIdempotencyConflict means that the idempotency key was used before, with other parameters.
+	ErrIdempotencyConflict = errors.New("idempotency key was used with other parameters")
+
+	// ErrTooManyLocks means that the server's lock table is full.
+	ErrTooManyLocks = errors.New("too many locks")
+
+	// ErrNotFound means that there is no row with this id.
+	ErrNotFound = errors.New("not found")
+
+	// ErrNotPending means that the request was completed or cancelled before.
+	ErrNotPending = errors.New("not pending")
+
+	// ErrInvalid is an [InvalidError].
+	ErrInvalid = errors.New("invalid argument")
+)
+
+// InvalidError says which argument is wrong. No SQL was sent and no connection taken. It is [ErrInvalid].
+type InvalidError struct {
+	Argument string // as it is named in Go, such as "MaxPending"
+	Problem  string // what it must be, such as "must be from 1 to 1000"
+}
+
+func (e *InvalidError) Error() string        { return e.Argument + " " + e.Problem }
+func (e *InvalidError) Is(target error) bool { return target == ErrInvalid }
+
+// LimitError says that the rule refuses the call, and what was counted. Nothing was written.
+type LimitError struct {
+	Rule      error // which rule it was: [ErrPendingExists]
+	Used      int64 // what was in use, counted under the lock; -1 if not the count but the constraint refused
+	Limit     int64 // what may be in use
+	Requested int64 // what the call would have added
+	Err       error // the *[pgconn.PgError] if the constraint refused, else nil
+}
+
+func (e *LimitError) Error() string {
+	if e.Err != nil {
+		return fmt.Sprintf("%v: the constraint refused, limit %d: %v", e.Rule, e.Limit, e.Err)
+	}
+	return fmt.Sprintf("%v: %d of %d in use, %d requested", e.Rule, e.Used, e.Limit, e.Requested)
+}
+
+func (e *LimitError) Unwrap() []error { return unwrap(e.Rule, e.Err) }
+
+// LockBusyError says that the call gave up waiting, or that a try found the lock held. Nothing was written.
+// It is [ErrLockBusy]. Where the context's deadline was what cut the wait short, the error that wraps it is also
+// [context.DeadlineExceeded], even if the call returns a little before the deadline.
+type LockBusyError struct {
+	Namespace string        // of the lock; empty for a call that takes none
+	Waited    time.Duration // from the start of the call
+	Where     string        // what it waited for, one of the Where constants
+	Err       error         // the server's *[pgconn.PgError]; nil if it was not asked
+}
+
+// Where a call was waiting when it gave up.
+const (
+	WherePool     = "pool"     // for a connection
+	WhereAdvisory = "advisory" // for the advisory lock, held by another call with the same key
+	WhereRow      = "row"      // for a row that another transaction has written, without the lock
+)
+
+func (e *LockBusyError) Error() string {
+	text := fmt.Sprintf("%v: waited %v for %s", ErrLockBusy, e.Waited.Round(time.Millisecond), e.Where)
+	if e.Namespace != "" {
+		text += ", namespace " + e.Namespace
+	}
+	if e.Err != nil {
+		text += ": " + e.Err.Error()
+	}
+	return text
+}
+
+func (e *LockBusyError) Unwrap() []error { return unwrap(ErrLockBusy, e.Err) }
+
+func unwrap(kind, cause error) []error {
+	if cause == nil {
+		return []error{kind}
+	}
+	return []error{kind, cause}
+}
+
+// IsRetryable says whether the same call may be made again as it is, with a fresh context: nothing was written,
+// and the reason may pass. After [ErrOutcomeUnknown] that is so only if the call had an idempotency key. For a
+// method that joins a transaction, a lost connection means to run the whole transaction again.
+func IsRetryable(err error) bool {
+	var unknown *outcomeError
+	if errors.As(err, &unknown) {
+		return unknown.idempotent
+	}
+	for _, kind := range []error{ErrLockBusy, ErrDeadlock, ErrSerialization, ErrConnectionLost, ErrReadOnly} {
+		if errors.Is(err, kind) {
+			return true
+		}
+	}
+	return false
+}
+
+// outcomeError is ErrOutcomeUnknown with what IsRetryable must know.
+type outcomeError struct {
+	idempotent bool
+	err        error
+}
+
+func (e *outcomeError) Error() string   { return fmt.Sprintf("%v: %v", ErrOutcomeUnknown, e.err) }
+func (e *outcomeError) Unwrap() []error { return []error{ErrOutcomeUnknown, e.err} }
+
+// The conditions of PostgreSQL that mean something to a caller, by SQLSTATE.
+var conditions = map[string]error{
+	"25000": ErrIsolation, // raised by TxRequireReadCommitted
+	"25006": ErrReadOnly,
+	"40001": ErrSerialization,
+	"40P01": ErrDeadlock,
+	"53200": ErrTooManyLocks,
+}
+
+const (
+	lockNotAvailable = "55P03"
+	queryCanceled    = "57014"
+	uniqueViolation  = "23505"
+)
+
+// Constraints that stand behind a rule.
+const (
+	pendingConstraint     = "setup_requests_pending_key"
+	idempotencyConstraint = "setup_requests_idempotency_key"
+)
+
+// classify gives an error of the driver or the server its meaning, by SQLSTATE and constraint name. It is the
+// one place that does. lost says that the connection is gone.
+func (c *call) classify(ctx context.Context, err error, lost bool) error {
+	var (
+		outcome *pipeline.OutcomeError
+		before  *pipeline.BeforeError
+		pgErr   = new(pgconn.PgError)
+	)
+	errors.As(err, &pgErr)
+	switch {
+	case errors.As(err, &outcome):
+		return &outcomeError{c.idempotent, withContext(ctx, err)}
+
+	case pgErr.Code == lockNotAvailable, pgErr.Code == queryCanceled && !errors.Is(ctx.Err(), context.Canceled):
+		where := WhereRow
+		if errors.As(err, &before) {
+			where = WhereAdvisory
+		}
+		return withContext(ctx, c.busy(where, err))
+
+	case ctx.Err() != nil:
+		return withContext(ctx, err)
+
+	case pgErr.Code == uniqueViolation && pgErr.ConstraintName == pendingConstraint:
+		return &LimitError{Rule: ErrPendingExists, Used: -1, Limit: c.limit, Requested: 1, Err: err}
+
+	case pgErr.Code == uniqueViolation && pgErr.ConstraintName == idempotencyConstraint:
+		return fmt.Errorf("%w: %w", ErrIdempotencyConflict, err)
+
+	case conditions[pgErr.Code] != nil:
+		return fmt.Errorf("%w: %w", conditions[pgErr.Code], err)
+
+	case lost:
+		return fmt.Errorf("%w: %w", ErrConnectionLost, err)
+	}
+	return err
+}
+
+// withContext makes sure that the context's own error is in err.
+func withContext(ctx context.Context, err error) error {
+	if ctx.Err() == nil || errors.Is(err, ctx.Err()) {
+		return err
+	}
+	return fmt.Errorf("%w: %w", ctx.Err(), err)
+}

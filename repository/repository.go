@@ -1,0 +1,106 @@
+// Package repository runs business rules that a constraint cannot say, such as "at most N pending requests per
+// user", so that no two calls can break them together. Each runs as lock, check, write in one short READ
+// COMMITTED transaction, whatever the default isolation level is, and costs one network round trip.
+//
+// The lock is pg_advisory_xact_lock on [Key], and is held for the server's work only. Waiting for it is
+// bounded: [WithLockTimeout]. Errors are told apart with [errors.Is]; [IsRetryable] says which calls may simply
+// be made again. Arguments are checked before anything is sent: [ErrInvalid].
+//
+// The schema comes from package migrations, the statements from package queries.
+package repository
+
+import (
+	"context"
+	"fmt"
+	"time"
+
+	"github.com/jackc/pgx/v5/pgxpool"
+)
+
+// DefaultLockTimeout is the lock timeout without [WithLockTimeout]: longer than any queue of healthy calls,
+// shorter than a user waits.
+const DefaultLockTimeout = 2 * time.Second
+
+// Repository is the data layer. It holds no state of its own beside the pool, and is safe for concurrent use.
+type Repository struct {
+	pool        *pgxpool.Pool
+	lockTimeout time.Duration
+	observer    Observer
+}
+
+// Option is a setting for [New].
+type Option struct {
+	name  string
+	apply func(*Repository) error
+}
+
+// WithLockTimeout bounds the whole wait of a call until it has its locks: for a connection, and for every lock
+// in the server. It is [DefaultLockTimeout] if not given or 0; otherwise from 1 ms to 24 days. The context's
+// deadline shortens it, and so may a call's own option.
+func WithLockTimeout(d time.Duration) Option {
+	return Option{"WithLockTimeout", func(r *Repository) (err error) {
+		r.lockTimeout, err = lockTimeout(d, DefaultLockTimeout)
+		return err
+	}}
+}
+
+// WithObserver sets functions that are told what the Repository does, for metrics and traces.
+func WithObserver(o Observer) Option {
+	return Option{"WithObserver", func(r *Repository) error {
+		r.observer = o
+		return nil
+	}}
+}
+
+// Observer is told what a [Repository] does. Any of its functions may be nil. They are called on the
+// goroutine of the call, from many at once, and should return quickly.
+type Observer struct {
+	// CallDone is called when a method of the Repository is about to return.
+	CallDone func(ctx context.Context, c CallDone)
+}
+
+// CallDone describes a call that has ended.
+type CallDone struct {
+	Method   string        // such as "CreateSetup"
+	Duration time.Duration // of the whole call
+	Err      error         // what it returned
+}
+
+// New returns a Repository on pool, which stays the caller's to close. It does no I/O. The error is
+// [ErrInvalid]: pool is nil, an option's value is out of range, or an option is given twice.
+func New(pool *pgxpool.Pool, opts ...Option) (*Repository, error) {
+	if pool == nil {
+		return nil, wrap("new", &InvalidError{"pool", "must not be nil"})
+	}
+	r := &Repository{pool: pool, lockTimeout: DefaultLockTimeout}
+	given := make(map[string]bool, len(opts))
+	for _, o := range opts {
+		if o.apply == nil {
+			return nil, wrap("new", &InvalidError{"opts", "must not hold an empty Option"})
+		}
+		if given[o.name] {
+			return nil, wrap("new", &InvalidError{o.name, "must be given once"})
+		}
+		given[o.name] = true
+		if err := o.apply(r); err != nil {
+			return nil, wrap("new", err)
+		}
+	}
+	return r, nil
+}
+
+// done ends a public method: it prefixes the error and tells the observer.
+func (r *Repository) done(ctx context.Context, method string, started time.Time, err *error) {
+	*err = wrap(method, *err)
+	if r.observer.CallDone != nil {
+		r.observer.CallDone(ctx, CallDone{Method: method, Duration: time.Since(started), Err: *err})
+	}
+}
+
+// wrap prefixes an error with what was being done, once.
+func wrap(method string, err error) error {
+	if err == nil {
+		return nil
+	}
+	return fmt.Errorf("latchkey: %s: %w", method, err)
+}
