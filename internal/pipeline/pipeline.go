@@ -15,6 +15,7 @@ package pipeline
 import (
 	"context"
 	"errors"
+	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -37,21 +38,28 @@ type OutcomeError struct{ Err error }
 func (e *OutcomeError) Error() string { return "no answer to commit: " + e.Err.Error() }
 func (e *OutcomeError) Unwrap() error { return e.Err }
 
+// ErrInUse is returned by a query while another query of the same Tx runs, or has rows that are still open.
+var ErrInUse = errors.New("transaction is in use: it is for one goroutine, and the rows of a query must be closed before the next")
+
 // Tx is a transaction, or a savepoint in somebody else's, that sends nothing until its first query. It is a
-// [db.DBTX] for every query but the last, which goes through [Tx.Last]. It is for one goroutine.
+// [db.DBTX] for every query but the last, which goes through [Tx.Last] or is followed by [Tx.Commit]. It is for
+// one goroutine; a second one gets [ErrInUse], and after the end [pgx.ErrTxClosed].
 //
-// A query that fails has undone everything; what is left is [Tx.Rollback], which must follow every Tx that did
-// not end, and does no harm to one that did. Errors are those of pgx, except [BeforeError] and [OutcomeError].
+// [Tx.Rollback] must follow every Tx that was not committed, and does no harm to one that was. Errors are those
+// of pgx, except [BeforeError] and [OutcomeError].
 type Tx struct {
 	conn     *pgx.Conn
 	send     func(context.Context, *pgx.Batch) pgx.BatchResults
-	before   []statement // not sent yet
-	after    []statement
 	commit   string
 	rollback string
 	joined   bool
-	begun    bool
-	ended    bool
+
+	mu     sync.Mutex  // never waited for by a query, which fails instead
+	before []statement // not sent yet
+	after  []statement
+	open   *reply // whose rows are being read
+	begun  bool
+	ended  bool
 }
 
 type statement struct {
@@ -98,17 +106,42 @@ func (tx *Tx) Last() db.DBTX { return last{tx} }
 
 // Exec implements [db.DBTX].
 func (tx *Tx) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
-	return tx.start(ctx, statement{sql, args}, false).exec()
+	return tx.exec(ctx, statement{sql, args}, false)
 }
 
 // Query implements [db.DBTX].
 func (tx *Tx) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
-	return tx.start(ctx, statement{sql, args}, false).query()
+	return tx.query(ctx, statement{sql, args}, false)
 }
 
 // QueryRow implements [db.DBTX].
 func (tx *Tx) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	return tx.start(ctx, statement{sql, args}, false).queryRow()
+	rows, _ := tx.query(ctx, statement{sql, args}, false) // the rows carry the error
+	return row{rows}
+}
+
+// Commit ends a transaction whose last query was not known to be the last, and does nothing after [Tx.Last]. If
+// there was no query at all, what was queued is sent now. A transaction in which a statement failed is not
+// committed: [pgx.ErrTxCommitRollback].
+func (tx *Tx) Commit(ctx context.Context) error {
+	tx.stop()
+	defer tx.mu.Unlock()
+	if tx.ended {
+		return nil
+	}
+	return tx.start(ctx, nil, true).finish(nil)
+}
+
+// stop locks mu at the end of the transaction, when nobody should be using it. Rows that were left open are
+// closed; a query that another goroutine is still waiting for loses the connection.
+func (tx *Tx) stop() {
+	if !tx.mu.TryLock() {
+		_ = tx.conn.PgConn().Conn().Close()
+		tx.mu.Lock()
+	}
+	if tx.open != nil {
+		_ = tx.open.finish(tx.open.rows.Err())
+	}
 }
 
 // rollbackTimeout bounds a ROLLBACK whose context has ended. The server answers one in microseconds; when it
@@ -118,6 +151,8 @@ const rollbackTimeout = 5 * time.Second
 // Rollback undoes the transaction, or all since [Join], and does nothing if it has ended or never began. It
 // works also when ctx has ended, so that the connection need not be closed.
 func (tx *Tx) Rollback(ctx context.Context) {
+	tx.stop()
+	defer tx.mu.Unlock()
 	over := tx.ended || tx.conn.IsClosed() || tx.conn.PgConn().TxStatus() == 'I'
 	tx.ended = true
 	if over || !tx.begun {
@@ -131,17 +166,38 @@ func (tx *Tx) Rollback(ctx context.Context) {
 	}
 }
 
-// start sends what is queued and one query, and reads the answers that come before the query's own.
-func (tx *Tx) start(ctx context.Context, query statement, last bool) *reply {
-	var batch pgx.Batch
-	if tx.ended {
-		// An empty batch sends nothing; its results answer every question with an error.
-		return &reply{tx: tx, results: tx.send(ctx, &batch), done: true, err: pgx.ErrTxClosed}
+func (tx *Tx) exec(ctx context.Context, query statement, last bool) (pgconn.CommandTag, error) {
+	if !tx.mu.TryLock() {
+		return pgconn.CommandTag{}, ErrInUse
 	}
+	defer tx.mu.Unlock()
+	return tx.start(ctx, &query, last).exec()
+}
+
+func (tx *Tx) query(ctx context.Context, query statement, last bool) (pgx.Rows, error) {
+	if !tx.mu.TryLock() {
+		return failed{ErrInUse}, ErrInUse
+	}
+	defer tx.mu.Unlock()
+	return tx.start(ctx, &query, last).query()
+}
+
+// start sends what is queued and the query, if there is one, and reads the answers that come before the
+// query's own.
+func (tx *Tx) start(ctx context.Context, query *statement, last bool) *reply {
+	switch {
+	case tx.ended:
+		return &reply{tx: tx, done: true, err: pgx.ErrTxClosed}
+	case tx.open != nil:
+		return &reply{tx: tx, done: true, err: ErrInUse}
+	}
+	var batch pgx.Batch
 	for _, s := range tx.before {
 		batch.Queue(s.sql, s.args...)
 	}
-	batch.Queue(query.sql, query.args...)
+	if query != nil {
+		batch.Queue(query.sql, query.args...)
+	}
 	if last {
 		for _, s := range tx.after {
 			batch.Queue(s.sql, s.args...)
@@ -150,6 +206,7 @@ func (tx *Tx) start(ctx context.Context, query statement, last bool) *reply {
 	}
 
 	r := &reply{tx: tx, results: tx.send(ctx, &batch), last: last}
+	tx.open = r
 	for range tx.before {
 		if _, err := r.results.Exec(); err != nil {
 			_ = r.finish(&BeforeError{err}) // the query returns it
@@ -164,18 +221,22 @@ func (tx *Tx) start(ctx context.Context, query statement, last bool) *reply {
 type last struct{ tx *Tx }
 
 func (l last) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
-	return l.tx.start(ctx, statement{sql, args}, true).exec()
+	return l.tx.exec(ctx, statement{sql, args}, true)
 }
 
 func (l last) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
-	return l.tx.start(ctx, statement{sql, args}, true).query()
+	return l.tx.query(ctx, statement{sql, args}, true)
 }
 
 func (l last) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
-	return l.tx.start(ctx, statement{sql, args}, true).queryRow()
+	rows, _ := l.tx.query(ctx, statement{sql, args}, true) // the rows carry the error
+	return row{rows}
 }
 
 type queue struct{ statements *[]statement }
+
+// errNotExec tells a developer of this module what can be queued.
+var errNotExec = errors.New("pipeline: only a statement without a result can be queued")
 
 func (q queue) Exec(_ context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
 	*q.statements = append(*q.statements, statement{sql, args})
@@ -183,16 +244,7 @@ func (q queue) Exec(_ context.Context, sql string, args ...any) (pgconn.CommandT
 }
 
 func (q queue) Query(context.Context, string, ...any) (pgx.Rows, error) {
-	return nil, errQueued
+	return failed{errNotExec}, errNotExec
 }
 
-func (q queue) QueryRow(context.Context, string, ...any) pgx.Row {
-	return failed{errQueued}
-}
-
-// errQueued tells a developer of this module that a statement is not :exec.
-var errQueued = errors.New("pipeline: only Exec can be queued")
-
-type failed struct{ err error }
-
-func (f failed) Scan(...any) error { return f.err }
+func (q queue) QueryRow(context.Context, string, ...any) pgx.Row { return row{failed{errNotExec}} }

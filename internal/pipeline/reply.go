@@ -3,34 +3,37 @@ package pipeline
 import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
+	"github.com/jackc/pgx/v5/pgtype"
 )
 
 // reply reads what the server answers to one network write: to the query, and if that was the last, to the
-// statements after it and to COMMIT.
+// statements after it and to COMMIT. Its Tx is locked by whoever calls it.
 type reply struct {
 	tx      *Tx
 	results pgx.BatchResults
+	rows    pgx.Rows // of the query, if it has any
 	last    bool
 	done    bool
 	err     error
 }
 
 func (r *reply) exec() (pgconn.CommandTag, error) {
+	if r.done {
+		return pgconn.CommandTag{}, r.err
+	}
 	tag, err := r.results.Exec()
 	return tag, r.finish(err)
 }
 
 func (r *reply) query() (pgx.Rows, error) {
-	answer, err := r.results.Query()
-	if err != nil {
+	if r.done {
+		return failed{r.err}, r.err
+	}
+	var err error
+	if r.rows, err = r.results.Query(); err != nil {
 		err = r.finish(err)
 	}
-	return &rows{answer, r}, err
-}
-
-func (r *reply) queryRow() pgx.Row {
-	answer, _ := r.query() // the rows carry the error
-	return row{answer}
+	return &rows{r.rows, r}, err
 }
 
 // finish is called with the query's own error once its answer has been read, and returns the error of all.
@@ -39,6 +42,9 @@ func (r *reply) finish(err error) error {
 		return r.err
 	}
 	r.done = true
+	if r.rows != nil {
+		r.rows.Close()
+	}
 	committed := false
 	if r.last && err == nil {
 		err = r.finishLast()
@@ -47,11 +53,12 @@ func (r *reply) finish(err error) error {
 	if closeErr := r.results.Close(); err == nil && !committed {
 		err = closeErr
 	}
-	r.tx.ended = committed
 	if err != nil && r.last && !r.tx.joined && r.tx.conn.IsClosed() && !pgconn.SafeToRetry(err) {
 		// Also when the error names an earlier statement: the server may have gone on without us.
 		err = &OutcomeError{err}
 	}
+	r.tx.open = nil
+	r.tx.ended = committed
 	r.err = err
 	return err
 }
@@ -76,7 +83,9 @@ type rows struct {
 }
 
 func (r *rows) Next() bool {
-	if r.Rows.Next() {
+	r.reply.tx.mu.Lock()
+	defer r.reply.tx.mu.Unlock()
+	if !r.reply.done && r.Rows.Next() {
 		return true
 	}
 	_ = r.reply.finish(r.Rows.Err()) // Err returns it
@@ -84,11 +93,15 @@ func (r *rows) Next() bool {
 }
 
 func (r *rows) Close() {
+	r.reply.tx.mu.Lock()
+	defer r.reply.tx.mu.Unlock()
 	r.Rows.Close()
 	_ = r.reply.finish(r.Rows.Err()) // Err returns it
 }
 
 func (r *rows) Err() error {
+	r.reply.tx.mu.Lock()
+	defer r.reply.tx.mu.Unlock()
 	if r.reply.done {
 		return r.reply.err
 	}
@@ -112,3 +125,17 @@ func (r row) Scan(dest ...any) error {
 	r.rows.Close()
 	return r.rows.Err()
 }
+
+// failed are the rows of a query that was not sent.
+type failed struct{ err error }
+
+func (f failed) Close()                                       {}
+func (f failed) Err() error                                   { return f.err }
+func (f failed) CommandTag() pgconn.CommandTag                { return pgconn.CommandTag{} }
+func (f failed) FieldDescriptions() []pgconn.FieldDescription { return nil }
+func (f failed) Next() bool                                   { return false }
+func (f failed) Scan(...any) error                            { return f.err }
+func (f failed) Values() ([]any, error)                       { return nil, f.err }
+func (f failed) RawValues() [][]byte                          { return nil }
+func (f failed) Conn() *pgx.Conn                              { return nil }
+func (f failed) TypeMap() *pgtype.Map                         { return nil }
