@@ -121,6 +121,23 @@ func (q *Queries) TxRestoreTimeouts(ctx context.Context) error {
 	return err
 }
 
+const txSetHoldTimeout = `-- name: TxSetHoldTimeout :exec
+SELECT
+    CASE
+        WHEN pg_catalog.current_setting('idle_in_transaction_session_timeout') = '0'
+            THEN pg_catalog.set_config('idle_in_transaction_session_timeout', ($1::bigint)::text, true)
+    END
+`
+
+// TxSetHoldTimeout ends the session if the transaction then sends nothing for hold_ms milliseconds, so that a
+// client that hangs does not keep its locks. A setting of the role's or the database's own stays.
+//
+// Locks: none. The setting is local to the transaction.
+func (q *Queries) TxSetHoldTimeout(ctx context.Context, holdMs int64) error {
+	_, err := q.db.Exec(ctx, txSetHoldTimeout, holdMs)
+	return err
+}
+
 const txSetLockBudget = `-- name: TxSetLockBudget :exec
 SELECT
     pg_catalog.set_config('latchkey.lock_timeout', pg_catalog.current_setting('lock_timeout'), true),

@@ -76,6 +76,17 @@ SELECT
     pg_catalog.set_config('lock_timeout', pg_catalog.current_setting('latchkey.lock_timeout'), true),
     pg_catalog.set_config('statement_timeout', pg_catalog.current_setting('latchkey.statement_timeout'), true);
 
+-- name: TxSetHoldTimeout :exec
+-- TxSetHoldTimeout ends the session if the transaction then sends nothing for hold_ms milliseconds, so that a
+-- client that hangs does not keep its locks. A setting of the role's or the database's own stays.
+--
+-- Locks: none. The setting is local to the transaction.
+SELECT
+    CASE
+        WHEN pg_catalog.current_setting('idle_in_transaction_session_timeout') = '0'
+            THEN pg_catalog.set_config('idle_in_transaction_session_timeout', (@hold_ms::bigint)::text, true)
+    END;
+
 -- name: TxSetLockBudget :exec
 -- TxSetLockBudget bounds the next statement, LockAll or LockTryAll, to budget_ms milliseconds. lock_timeout
 -- counts anew for each key, so statement_timeout bounds them all; it is a little longer, so that the wait for a

@@ -67,16 +67,16 @@ func idempotencyKey(key string) (*string, error) {
 	return &key, nil
 }
 
-// maxLockTimeout is in whole days what PostgreSQL can hold in a 32-bit count of milliseconds.
-const maxLockTimeout = 24 * 24 * time.Hour
+// maxTimeout is in whole days what PostgreSQL can hold in a 32-bit count of milliseconds.
+const maxTimeout = 24 * 24 * time.Hour
 
-// lockTimeout checks an argument of that name; 0 is fallback.
-func lockTimeout(d, fallback time.Duration) (time.Duration, error) {
+// timeout checks a duration; 0 is fallback.
+func timeout(argument string, d, fallback time.Duration) (time.Duration, error) {
 	switch {
 	case d == 0:
 		return fallback, nil
-	case d < time.Millisecond || d > maxLockTimeout: // the server counts whole milliseconds, and 0 is for ever
-		return 0, &InvalidError{"LockTimeout", "must be 0 or from 1ms to 576h"}
+	case d < time.Millisecond || d > maxTimeout: // the server counts whole milliseconds, and 0 is for ever
+		return 0, &InvalidError{argument, "must be 0 or from 1ms to 576h"}
 	}
 	return d, nil
 }

@@ -15,25 +15,27 @@ import (
 	"github.com/latchkey-go/latchkey/internal/pipeline"
 )
 
-// call is one guarded statement: the locks it needs, and how long it may wait for them.
+// call is one use of a method that takes locks: which, how long it may wait for them, and for what.
 type call struct {
 	outer      pgx.Tx // the caller's transaction to join; nil to open one
 	locks      []Lock
 	try        bool
 	timeout    time.Duration
-	idempotent bool  // it has an idempotency key
-	limit      int64 // of its rule, for the error of the constraint behind it
+	hold       time.Duration // how long the host's function may keep the locks; 0 if there is none
+	idempotent bool          // it has an idempotency key
+	limit      int64         // of its rule, for the error of the constraint behind it
 
 	started time.Time
 	cut     bool // the timeout is shorter than asked for, because the context's deadline comes first
 }
 
-// guarded runs a call in one round trip: BEGIN, the timeouts, the locks, the statement that last makes, COMMIT.
-// When it returns nil, that is committed.
+// run runs fn in a transaction that begins with the call's locks, and commits it if fn returns nil. The locks
+// travel with fn's first query, and COMMIT with its last if that goes through tx.Last: a single statement is
+// one round trip.
 //
 // In the caller's transaction a savepoint stands for BEGIN, and its release for COMMIT. If the call fails, all
 // of it is undone, the locks too, and the transaction can be used on, unless its connection is lost.
-func (r *Repository) guarded(ctx context.Context, c *call, last func(*db.Queries) error) error {
+func (r *Repository) run(ctx context.Context, c *call, fn func(tx *pipeline.Tx) error) error {
 	if err := c.start(ctx); err != nil {
 		return err
 	}
@@ -41,7 +43,7 @@ func (r *Repository) guarded(ctx context.Context, c *call, last func(*db.Queries
 		tx := pipeline.Join(c.outer)
 		_ = db.New(tx.Before()).TxRequireReadCommitted(ctx)
 		_ = db.New(tx.After()).TxRestoreTimeouts(ctx)
-		return c.run(ctx, c.outer.Conn(), tx, last)
+		return c.runIn(ctx, tx, c.outer.Conn(), fn)
 	}
 
 	conn, err := r.acquire(ctx, c)
@@ -49,15 +51,27 @@ func (r *Repository) guarded(ctx context.Context, c *call, last func(*db.Queries
 		return err
 	}
 	defer conn.Release()
-	err = c.run(ctx, conn.Conn(), pipeline.Begin(conn.Conn()), last)
+	err = c.runIn(ctx, pipeline.Begin(conn.Conn()), conn.Conn(), fn)
 	if errors.Is(err, ErrReadOnly) {
 		_ = conn.Conn().Close(ctx) // the next call's connection may reach the new primary
 	}
 	return err
 }
 
-// run queues what comes before the statement, makes it, and undoes everything if that fails.
-func (c *call) run(ctx context.Context, conn *pgx.Conn, tx *pipeline.Tx, last func(*db.Queries) error) error {
+func (c *call) runIn(ctx context.Context, tx *pipeline.Tx, conn *pgx.Conn, fn func(tx *pipeline.Tx) error) error {
+	defer tx.Rollback(ctx) // also if fn panics
+	tx.Explain = func(err error) error { return c.classify(ctx, err, conn.IsClosed()) }
+	if err := c.queueLocks(ctx, db.New(tx.Before())); err != nil {
+		return err
+	}
+	if err := fn(tx); err != nil {
+		return err
+	}
+	return tx.Commit(ctx)
+}
+
+// queueLocks queues what bounds the wait, and the locks. Errors come from the first query.
+func (c *call) queueLocks(ctx context.Context, before *db.Queries) error {
 	budget := (c.timeout - time.Since(c.started)).Milliseconds()
 	if budget < 1 { // to the server, 0 is for ever
 		return c.busy(WherePool, nil)
@@ -67,21 +81,16 @@ func (c *call) run(ctx context.Context, conn *pgx.Conn, tx *pipeline.Tx, last fu
 		keys[i], exclusive[i] = lockkey.Sum(l.namespace, l.id), l.exclusive
 	}
 
-	// Queued, so that an error comes from the statement.
-	before := db.New(tx.Before())
 	_ = before.TxSetLockBudget(ctx, budget)
+	if c.hold > 0 {
+		_ = before.TxSetHoldTimeout(ctx, c.hold.Milliseconds())
+	}
 	if c.try {
 		_ = before.LockTryAll(ctx, db.LockTryAllParams{Keys: keys, Exclusive: exclusive})
 	} else {
 		_ = before.LockAll(ctx, db.LockAllParams{Keys: keys, Exclusive: exclusive})
 	}
-
-	err := last(db.New(tx.Last()))
-	if err == nil {
-		return nil
-	}
-	tx.Rollback(ctx)
-	return c.classify(ctx, err, conn.IsClosed())
+	return nil
 }
 
 // start begins the budget. The context's deadline shortens it by a little more than is left, so that the

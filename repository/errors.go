@@ -176,16 +176,18 @@ func (c *call) classify(ctx context.Context, err error, lost bool) error {
 		pgErr   = new(pgconn.PgError)
 	)
 	errors.As(err, &pgErr)
+	gaveUp := pgErr.Code == lockNotAvailable || pgErr.Code == queryCanceled && !errors.Is(ctx.Err(), context.Canceled)
 	switch {
 	case errors.As(err, &outcome):
 		return &outcomeError{c.idempotent, withContext(ctx, err)}
 
-	case pgErr.Code == lockNotAvailable, pgErr.Code == queryCanceled && !errors.Is(ctx.Err(), context.Canceled):
-		where := WhereRow
-		if errors.As(err, &before) {
-			where = WhereAdvisory
-		}
-		return withContext(ctx, c.busy(where, err))
+	case errors.As(err, &before) && gaveUp:
+		return withContext(ctx, c.busy(WhereAdvisory, err))
+
+	case gaveUp && (c.hold == 0 || pgErr.Code == lockNotAvailable):
+		// latchkey's own statements take microseconds unless they wait; the host's may be cancelled for what
+		// they do.
+		return withContext(ctx, c.busy(WhereRow, err))
 
 	case ctx.Err() != nil:
 		return withContext(ctx, err)

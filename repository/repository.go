@@ -1,5 +1,5 @@
 // Package repository runs business rules that a constraint cannot say, such as "at most N pending requests per
-// user", so that no two calls can break them together. Each runs as lock, check, write in one short READ
+// user", so that no two calls can break them together: latchkey's own, and by [Repository.Guard] the host's. Each runs as lock, check, write in one short READ
 // COMMITTED transaction, whatever the default isolation level is, and costs one network round trip.
 //
 // The lock is pg_advisory_xact_lock on [Key], and is held for the server's work only. Waiting for it is
@@ -21,10 +21,14 @@ import (
 // shorter than a user waits.
 const DefaultLockTimeout = 2 * time.Second
 
+// DefaultHoldTimeout is the hold timeout without [WithHoldTimeout]: a guarded function runs a few statements.
+const DefaultHoldTimeout = 5 * time.Second
+
 // Repository is the data layer. It holds no state of its own beside the pool, and is safe for concurrent use.
 type Repository struct {
 	pool        *pgxpool.Pool
 	lockTimeout time.Duration
+	holdTimeout time.Duration
 	observer    Observer
 }
 
@@ -39,7 +43,18 @@ type Option struct {
 // deadline shortens it, and so may a call's own option.
 func WithLockTimeout(d time.Duration) Option {
 	return Option{"WithLockTimeout", func(r *Repository) (err error) {
-		r.lockTimeout, err = lockTimeout(d, DefaultLockTimeout)
+		r.lockTimeout, err = timeout("LockTimeout", d, DefaultLockTimeout)
+		return err
+	}}
+}
+
+// WithHoldTimeout bounds how long the function of [Repository.Guard] may take once it may have its locks, so that
+// a function that hangs does not hang the others: its context ends, and the server ends a transaction that sends
+// nothing for so long, unless the role or the database sets idle_in_transaction_session_timeout itself. It is
+// [DefaultHoldTimeout] if not given or 0; otherwise from 1 ms to 24 days.
+func WithHoldTimeout(d time.Duration) Option {
+	return Option{"WithHoldTimeout", func(r *Repository) (err error) {
+		r.holdTimeout, err = timeout("HoldTimeout", d, DefaultHoldTimeout)
 		return err
 	}}
 }
@@ -72,7 +87,7 @@ func New(pool *pgxpool.Pool, opts ...Option) (*Repository, error) {
 	if pool == nil {
 		return nil, wrap("new", &InvalidError{"pool", "must not be nil"})
 	}
-	r := &Repository{pool: pool, lockTimeout: DefaultLockTimeout}
+	r := &Repository{pool: pool, lockTimeout: DefaultLockTimeout, holdTimeout: DefaultHoldTimeout}
 	given := make(map[string]bool, len(opts))
 	for _, o := range opts {
 		if o.apply == nil {
@@ -89,9 +104,13 @@ func New(pool *pgxpool.Pool, opts ...Option) (*Repository, error) {
 	return r, nil
 }
 
-// done ends a public method: it prefixes the error and tells the observer.
+// done ends a public method: it prefixes the error, if it is not the host's own, and tells the observer.
 func (r *Repository) done(ctx context.Context, method string, started time.Time, err *error) {
-	*err = wrap(method, *err)
+	if host, ok := (*err).(hostError); ok {
+		*err = host.error
+	} else {
+		*err = wrap(method, *err)
+	}
 	if r.observer.CallDone != nil {
 		r.observer.CallDone(ctx, CallDone{Method: method, Duration: time.Since(started), Err: *err})
 	}

@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/latchkey-go/latchkey/db"
+	"github.com/latchkey-go/latchkey/internal/pipeline"
 )
 
 // SetupRequest is a request of a user to set something up.
@@ -96,7 +97,7 @@ func (r *Repository) createSetup(ctx context.Context, c *call, userID uuid.UUID,
 	if maxPending == 0 {
 		maxPending = 1
 	}
-	timeout, err := lockTimeout(o.LockTimeout, r.lockTimeout)
+	lockTimeout, err := timeout("LockTimeout", o.LockTimeout, r.lockTimeout)
 	switch {
 	case userID == uuid.Nil:
 		return nil, &InvalidError{"userID", "must not be the nil UUID"}
@@ -115,12 +116,12 @@ func (r *Repository) createSetup(ctx context.Context, c *call, userID uuid.UUID,
 	}
 
 	c.locks = []Lock{setupNamespace.Exclusive(userID.String())}
-	c.timeout = timeout
+	c.timeout = lockTimeout
 	c.idempotent = key != nil
 	c.limit = int64(maxPending)
 	var row db.SetupInsertWithinLimitRow
-	err = r.guarded(ctx, c, func(q *db.Queries) (err error) {
-		row, err = q.SetupInsertWithinLimit(ctx, db.SetupInsertWithinLimitParams{
+	err = r.run(ctx, c, func(tx *pipeline.Tx) (err error) {
+		row, err = db.New(tx.Last()).SetupInsertWithinLimit(ctx, db.SetupInsertWithinLimitParams{
 			ID:             id,
 			UserID:         userID,
 			MaxPending:     int16(maxPending),
@@ -168,8 +169,8 @@ func (r *Repository) endSetup(ctx context.Context, id uuid.UUID, status SetupSta
 		return nil, &InvalidError{"id", "must not be the nil UUID"}
 	}
 	var row db.SetupEndRow
-	err := r.guarded(ctx, &call{timeout: r.lockTimeout}, func(q *db.Queries) (err error) {
-		row, err = q.SetupEnd(ctx, db.SetupEndParams{ID: id, Status: string(status)})
+	err := r.run(ctx, &call{timeout: r.lockTimeout}, func(tx *pipeline.Tx) (err error) {
+		row, err = db.New(tx.Last()).SetupEnd(ctx, db.SetupEndParams{ID: id, Status: string(status)})
 		return err
 	})
 	switch {

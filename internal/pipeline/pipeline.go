@@ -48,6 +48,10 @@ var ErrInUse = errors.New("transaction is in use: it is for one goroutine, and t
 // [Tx.Rollback] must follow every Tx that was not committed, and does no harm to one that was. Errors are those
 // of pgx, except [BeforeError] and [OutcomeError].
 type Tx struct {
+	// Explain, if it is set, gives an error of the server or the connection its meaning before a query or
+	// Commit returns it. The connection is known to be lost or not by then.
+	Explain func(error) error
+
 	conn     *pgx.Conn
 	send     func(context.Context, *pgx.Batch) pgx.BatchResults
 	commit   string
@@ -60,6 +64,7 @@ type Tx struct {
 	open   *reply // whose rows are being read
 	begun  bool
 	ended  bool
+	lost   error // the [OutcomeError] of the last query
 }
 
 type statement struct {
@@ -122,12 +127,15 @@ func (tx *Tx) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 
 // Commit ends a transaction whose last query was not known to be the last, and does nothing after [Tx.Last]. If
 // there was no query at all, what was queued is sent now. A transaction in which a statement failed is not
-// committed: [pgx.ErrTxCommitRollback].
+// committed: [pgx.ErrTxCommitRollback]. Where the outcome of Last is unknown, so is Commit's.
 func (tx *Tx) Commit(ctx context.Context) error {
 	tx.stop()
 	defer tx.mu.Unlock()
-	if tx.ended {
-		return nil
+	switch {
+	case tx.ended || tx.lost != nil:
+		return tx.lost
+	case tx.conn.PgConn().TxStatus() == 'E':
+		return pgx.ErrTxCommitRollback
 	}
 	return tx.start(ctx, nil, true).finish(nil)
 }

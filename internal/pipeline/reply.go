@@ -55,12 +55,22 @@ func (r *reply) finish(err error) error {
 	}
 	if err != nil && r.last && !r.tx.joined && r.tx.conn.IsClosed() && !pgconn.SafeToRetry(err) {
 		// Also when the error names an earlier statement: the server may have gone on without us.
-		err = &OutcomeError{err}
+		err = r.explain(&OutcomeError{err})
+		r.tx.lost = err
+	} else {
+		err = r.explain(err)
 	}
 	r.tx.open = nil
 	r.tx.ended = committed
 	r.err = err
 	return err
+}
+
+func (r *reply) explain(err error) error {
+	if err == nil || r.tx.Explain == nil {
+		return err
+	}
+	return r.tx.Explain(err)
 }
 
 func (r *reply) finishLast() error {
