@@ -24,9 +24,11 @@ FROM (
         END AS lock
     FROM (
         SELECT named.key, pg_catalog.bool_or(named.exclusive) AS exclusive
-        FROM ROWS FROM (pg_catalog.unnest($1::bigint[]), pg_catalog.unnest($2::boolean[])) AS named (key, exclusive)
-        GROUP BY named.key
-        ORDER BY named.key
+        FROM ROWS FROM (
+            pg_catalog.unnest($1::bigint[]), pg_catalog.unnest($2::boolean[]), pg_catalog.unnest($3::integer[])
+        ) AS named (key, exclusive, rank)
+        GROUP BY named.rank, named.key
+        ORDER BY named.rank, named.key
     ) AS wanted
 ) AS taken
 `
@@ -34,21 +36,64 @@ FROM (
 type LockAllParams struct {
 	Keys      []int64
 	Exclusive []bool
+	Ranks     []int32
 }
 
 // LockAll takes the transaction locks of all keys, waiting for each that is held. Then it puts
 // statement_timeout back to what TxSetLockBudget found, and leaves lock_timeout at the rest of the budget, for
 // the row locks of the statements that follow.
 //
-// keys and exclusive have one entry a lock, in any order; a key named twice is taken once, and exclusive wins.
-// Error 55P03 or 57014: the budget ran out; what was taken is freed with the transaction or savepoint.
+// keys, exclusive and ranks have one entry a lock, in any order; a key named twice is taken once, and exclusive
+// wins. Error 55P03 or 57014: the budget ran out; what was taken is freed with the transaction or savepoint.
 //
-// Locks: advisory, in the order of the signed key, so that calls over several keys never deadlock with each
+// Locks: advisory, in the order of rank and signed key, so that calls over several keys never deadlock with each
 // other. The function stands outside the sub-query that sorts; inside it, it could run before the sort.
 // Reads no table: only the next statement's snapshot shows what an earlier holder committed.
 func (q *Queries) LockAll(ctx context.Context, arg LockAllParams) error {
-	_, err := q.db.Exec(ctx, lockAll, arg.Keys, arg.Exclusive)
+	_, err := q.db.Exec(ctx, lockAll, arg.Keys, arg.Exclusive, arg.Ranks)
 	return err
+}
+
+const lockListHeld = `-- name: LockListHeld :many
+SELECT
+    ((l.classid::bigint << 32) | l.objid::bigint)::bigint AS key,
+    (l.mode = 'ExclusiveLock')::boolean AS exclusive
+FROM pg_catalog.pg_locks AS l
+WHERE l.locktype = 'advisory'
+    AND l.objsubid = 1  -- the form with one bigint
+    AND l.pid = pg_catalog.pg_backend_pid()
+    AND l.granted
+ORDER BY 1, 2
+LIMIT $1
+`
+
+type LockListHeldRow struct {
+	Key       int64
+	Exclusive bool
+}
+
+// LockListHeld returns the advisory locks that this transaction holds, in the order of the signed key. It is for
+// the check of the lock order: what is held is asked of the server, since a rollback to a savepoint frees locks.
+//
+// Locks: none of its own; reading pg_locks stops the server's lock table for a moment.
+func (q *Queries) LockListHeld(ctx context.Context, maxRows int32) ([]LockListHeldRow, error) {
+	rows, err := q.db.Query(ctx, lockListHeld, maxRows)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var items []LockListHeldRow
+	for rows.Next() {
+		var i LockListHeldRow
+		if err := rows.Scan(&i.Key, &i.Exclusive); err != nil {
+			return nil, err
+		}
+		items = append(items, i)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	return items, nil
 }
 
 const lockTryAll = `-- name: LockTryAll :exec
@@ -64,9 +109,11 @@ FROM (
         END AS got
     FROM (
         SELECT named.key, pg_catalog.bool_or(named.exclusive) AS exclusive
-        FROM ROWS FROM (pg_catalog.unnest($1::bigint[]), pg_catalog.unnest($2::boolean[])) AS named (key, exclusive)
-        GROUP BY named.key
-        ORDER BY named.key
+        FROM ROWS FROM (
+            pg_catalog.unnest($1::bigint[]), pg_catalog.unnest($2::boolean[]), pg_catalog.unnest($3::integer[])
+        ) AS named (key, exclusive, rank)
+        GROUP BY named.rank, named.key
+        ORDER BY named.rank, named.key
     ) AS wanted
 ) AS taken
 `
@@ -74,17 +121,18 @@ FROM (
 type LockTryAllParams struct {
 	Keys      []int64
 	Exclusive []bool
+	Ranks     []int32
 }
 
 // LockTryAll takes the transaction locks of all keys if none is held by another session, and raises 55P03
 // otherwise. Then it puts statement_timeout back to what TxSetLockBudget found, and leaves lock_timeout at
 // 1 ms, so that the statements that follow do not wait for a row lock either.
 //
-// keys and exclusive are those of LockAll. A shared lock is refused also while an exclusive one is waited for.
+// keys, exclusive and ranks are those of LockAll. A shared lock is refused also while an exclusive one is waited for.
 //
-// Locks: advisory, in the order of the signed key; never waits. Reads no table.
+// Locks: advisory, in the order of rank and signed key; never waits. Reads no table.
 func (q *Queries) LockTryAll(ctx context.Context, arg LockTryAllParams) error {
-	_, err := q.db.Exec(ctx, lockTryAll, arg.Keys, arg.Exclusive)
+	_, err := q.db.Exec(ctx, lockTryAll, arg.Keys, arg.Exclusive, arg.Ranks)
 	return err
 }
 

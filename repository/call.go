@@ -11,7 +11,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/latchkey-go/latchkey/db"
-	"github.com/latchkey-go/latchkey/internal/lockkey"
 	"github.com/latchkey-go/latchkey/internal/pipeline"
 )
 
@@ -40,6 +39,9 @@ func (r *Repository) run(ctx context.Context, c *call, fn func(tx *pipeline.Tx) 
 		return err
 	}
 	if c.outer != nil {
+		if err := r.checkOrder(ctx, c); err != nil {
+			return err
+		}
 		tx := pipeline.Join(c.outer)
 		_ = db.New(tx.Before()).TxRequireReadCommitted(ctx)
 		_ = db.New(tx.After()).TxRestoreTimeouts(ctx)
@@ -76,9 +78,13 @@ func (c *call) queueLocks(ctx context.Context, before *db.Queries) error {
 	if budget < 1 { // to the server, 0 is for ever
 		return c.busy(WherePool, nil)
 	}
-	keys, exclusive := make([]int64, len(c.locks)), make([]bool, len(c.locks))
+	locks := db.LockAllParams{
+		Keys:      make([]int64, len(c.locks)),
+		Exclusive: make([]bool, len(c.locks)),
+		Ranks:     make([]int32, len(c.locks)),
+	}
 	for i, l := range c.locks {
-		keys[i], exclusive[i] = lockkey.Sum(l.namespace, l.id), l.exclusive
+		locks.Keys[i], locks.Exclusive[i], locks.Ranks[i] = l.key(), l.exclusive, l.namespace.rank
 	}
 
 	_ = before.TxSetLockBudget(ctx, budget)
@@ -86,9 +92,9 @@ func (c *call) queueLocks(ctx context.Context, before *db.Queries) error {
 		_ = before.TxSetHoldTimeout(ctx, c.hold.Milliseconds())
 	}
 	if c.try {
-		_ = before.LockTryAll(ctx, db.LockTryAllParams{Keys: keys, Exclusive: exclusive})
+		_ = before.LockTryAll(ctx, db.LockTryAllParams(locks))
 	} else {
-		_ = before.LockAll(ctx, db.LockAllParams{Keys: keys, Exclusive: exclusive})
+		_ = before.LockAll(ctx, locks)
 	}
 	return nil
 }
@@ -126,7 +132,7 @@ func (r *Repository) acquire(ctx context.Context, c *call) (*pgxpool.Conn, error
 func (c *call) busy(where string, err error) error {
 	busy := &LockBusyError{Waited: time.Since(c.started), Where: where, Err: err}
 	if len(c.locks) > 0 {
-		busy.Namespace = c.locks[0].namespace
+		busy.Namespace = c.locks[0].namespace.name
 	}
 	if c.cut {
 		return fmt.Errorf("%w: %w", context.DeadlineExceeded, busy)

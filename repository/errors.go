@@ -47,6 +47,9 @@ var (
 	// ErrTooManyLocks means that the server's lock table is full.
 	ErrTooManyLocks = errors.New("too many locks")
 
+	// ErrLockOrder is a [LockOrderError].
+	ErrLockOrder = errors.New("locks are taken out of order")
+
 	// ErrNotFound means that there is no row with this id.
 	ErrNotFound = errors.New("not found")
 

@@ -60,7 +60,7 @@ func (r *Repository) TryGuard(ctx context.Context, locks []Lock, fn func(ctx con
 //
 // The terms of joining, and the errors, are those of [Repository.CreateSetupTx] and [Repository.Guard]. Two
 // transactions that each call GuardTx several times can deadlock, one with the other: ask for all locks in the
-// first call.
+// first call, or give the namespaces a [Rank] and let [WithLockOrderCheck] watch over it.
 func (r *Repository) GuardTx(ctx context.Context, tx pgx.Tx, locks []Lock) (err error) {
 	defer r.done(ctx, "GuardTx", time.Now(), &err)
 	if tx == nil {
@@ -100,7 +100,7 @@ func checkLocks(locks []Lock) error {
 		return fmt.Errorf("%w: %w", ErrTooManyLocks, &InvalidError{"locks", "must be at most 1024"})
 	}
 	for i, l := range locks {
-		if _, err := Key(l.namespace, l.id); err != nil {
+		if _, err := Key(l.namespace.name, l.id); err != nil {
 			return fmt.Errorf("locks[%d]: %w", i, err)
 		}
 	}
@@ -134,3 +134,30 @@ func (t *Tx) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 // has come back. When it returns without an error, Scan and Rows.Err included, the transaction is committed, and
 // nothing that fn does later can undo it.
 func (t *Tx) Last() db.DBTX { return t.tx.Last() }
+
+// TxFromConn returns the transaction that is open on conn as one that can be joined, for a host that began it
+// through database/sql and pgx's stdlib driver:
+//
+//	tx, err := sqlConn.BeginTx(ctx, nil) // sqlConn is a *sql.Conn
+//	...
+//	err = sqlConn.Raw(func(driverConn any) error {
+//		joined := repository.TxFromConn(driverConn.(*stdlib.Conn).Conn())
+//		return repo.GuardTx(ctx, joined, locks)
+//	})
+//
+// It stays the host's to end: Begin, Commit and Rollback return [ErrInvalid]. Without an open transaction, the
+// methods that join it fail with SQLSTATE 25P01.
+func TxFromConn(conn *pgx.Conn) pgx.Tx { return connTx{conn} }
+
+type (
+	rawConn = pgx.Conn // so that the embedded field is not called Conn, as the method is
+	connTx  struct{ *rawConn }
+)
+
+func (connTx) Begin(context.Context) (pgx.Tx, error) { return nil, errNotOurs }
+func (connTx) Commit(context.Context) error          { return errNotOurs }
+func (connTx) Rollback(context.Context) error        { return errNotOurs }
+func (connTx) LargeObjects() pgx.LargeObjects        { return pgx.LargeObjects{} }
+func (t connTx) Conn() *pgx.Conn                     { return t.rawConn }
+
+var errNotOurs = &InvalidError{"tx", "must be ended by who began it"}

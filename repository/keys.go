@@ -2,6 +2,7 @@ package repository
 
 import (
 	"sync"
+	"sync/atomic"
 
 	"github.com/latchkey-go/latchkey/internal/lockkey"
 )
@@ -24,32 +25,50 @@ func Key(namespace, id string) (int64, error) {
 
 // Namespace is a kind of thing that is locked, such as "account". Locks of different namespaces never meet.
 // Declare each once, as a package-level variable, with [MustNamespace].
-type Namespace struct{ name string }
+type Namespace struct {
+	name string
+	rank int32
+}
 
-var declared = struct {
+// NamespaceOption is a setting for [NewNamespace].
+type NamespaceOption func(*Namespace)
+
+// Rank places a namespace in the order of locks; it is 0 if not given. Where one transaction takes locks in
+// several calls, it must take those of a lower rank first, and within a rank those of a lower key: then it cannot
+// deadlock with another that does so too. See [WithLockOrderCheck].
+func Rank(n int32) NamespaceOption {
+	return func(ns *Namespace) { ns.rank = n }
+}
+
+// namespaces is the register of what this process has declared.
+var namespaces = struct {
 	sync.Mutex
-	names map[string]bool
-}{names: make(map[string]bool)}
+	declared map[string]bool
+}{declared: make(map[string]bool)}
 
 // NewNamespace declares a namespace for this process. It returns [ErrInvalid] if the name does not match
 // [a-z][a-z0-9_]{0,62}, or is declared already: two parts of a program that use one name for different things
-// would wait for each other. latchkey's own is setup_request. It is safe for concurrent use.
-func NewNamespace(name string) (Namespace, error) {
+// would wait for each other. It is safe for concurrent use.
+func NewNamespace(name string, opts ...NamespaceOption) (Namespace, error) {
 	if err := lockkey.CheckNamespace(name); err != nil {
 		return Namespace{}, &InvalidError{"name", err.Error()}
 	}
-	declared.Lock()
-	defer declared.Unlock()
-	if declared.names[name] {
+	namespaces.Lock()
+	defer namespaces.Unlock()
+	if namespaces.declared[name] {
 		return Namespace{}, &InvalidError{"name", "is declared already: " + name}
 	}
-	declared.names[name] = true
-	return Namespace{name}, nil
+	namespaces.declared[name] = true
+	n := Namespace{name: name}
+	for _, opt := range opts {
+		opt(&n)
+	}
+	return n, nil
 }
 
 // MustNamespace is [NewNamespace] for package-level variables; it panics where that returns an error.
-func MustNamespace(name string) Namespace {
-	n, err := NewNamespace(name)
+func MustNamespace(name string, opts ...NamespaceOption) Namespace {
+	n, err := NewNamespace(name, opts...)
 	if err != nil {
 		panic("latchkey: namespace: " + err.Error())
 	}
@@ -57,13 +76,42 @@ func MustNamespace(name string) Namespace {
 }
 
 // Exclusive returns the lock of id that nobody else can hold at the same time.
-func (n Namespace) Exclusive(id string) Lock { return Lock{n.name, id, true} }
+func (n Namespace) Exclusive(id string) Lock { return Lock{n, id, true} }
 
 // Shared returns the lock of id that others can hold at the same time, if theirs is shared too.
-func (n Namespace) Shared(id string) Lock { return Lock{n.name, id, false} }
+func (n Namespace) Shared(id string) Lock { return Lock{n, id, false} }
 
 // Lock is an advisory lock that a call asks for. It is a value: nothing is locked by making one.
 type Lock struct {
-	namespace, id string
-	exclusive     bool
+	namespace Namespace
+	id        string
+	exclusive bool
+}
+
+// key returns the lock's key, and remembers which lock it stands for.
+func (l Lock) key() int64 {
+	key := lockkey.Sum(l.namespace.name, l.id)
+	if seen := recent.slot(key).Load(); seen == nil || seen.namespace != l.namespace || seen.id != l.id {
+		stored := l // l itself stays off the heap
+		recent.slot(key).Store(&stored)
+	}
+	return key
+}
+
+// recentLocks remembers locks by their keys, for those who see nothing but keys, such as readers of pg_locks. It
+// holds one lock per slot, the latest, so its memory is bounded and looking into it needs no lock.
+type recentLocks [4096]atomic.Pointer[Lock]
+
+var recent recentLocks
+
+func (r *recentLocks) slot(key int64) *atomic.Pointer[Lock] {
+	return &r[uint64(key)%uint64(len(r))]
+}
+
+// named returns the lock with this key, if this process asked for it recently.
+func (r *recentLocks) named(key int64) (l Lock, ok bool) {
+	if seen := r.slot(key).Load(); seen != nil && lockkey.Sum(seen.namespace.name, seen.id) == key {
+		return *seen, true
+	}
+	return Lock{}, false
 }
