@@ -66,7 +66,9 @@ type InvalidError struct {
 	Problem  string // what it must be, such as "must be from 1 to 1000"
 }
 
-func (e *InvalidError) Error() string        { return e.Argument + " " + e.Problem }
+func (e *InvalidError) Error() string { return e.Argument + " " + e.Problem }
+
+// Is makes it [ErrInvalid].
 func (e *InvalidError) Is(target error) bool { return target == ErrInvalid }
 
 // LimitError says that the rule refuses the call, and what was counted. Nothing was written.

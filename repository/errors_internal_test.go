@@ -16,7 +16,7 @@ import (
 
 var sentinels = []error{
 	ErrPendingExists, ErrLockBusy, ErrDeadlock, ErrSerialization, ErrOutcomeUnknown, ErrConnectionLost, ErrReadOnly,
-	ErrIsolation, ErrIdempotencyConflict, ErrTooManyLocks, ErrNotFound, ErrNotPending, ErrInvalid,
+	ErrIsolation, ErrIdempotencyConflict, ErrTooManyLocks, ErrLockOrder, ErrNotFound, ErrNotPending, ErrInvalid,
 	context.Canceled, context.DeadlineExceeded,
 }
 
@@ -66,6 +66,11 @@ func TestErrorTypes(t *testing.T) {
 			"busy, by the server", &LockBusyError{Namespace: "setup_request", Waited: 2 * time.Second, Where: WhereAdvisory, Err: cause},
 			[]error{ErrLockBusy}, cause,
 			"lock is busy: waited 2s for advisory, namespace setup_request: ERROR: canceling statement due to lock timeout (SQLSTATE 55P03)",
+		},
+		{
+			"lock order", &LockOrderError{Held: LockName{Key: 7}, Asked: LockName{"user", "42", -1, 3}},
+			[]error{ErrLockOrder}, nil,
+			"locks are taken out of order: lock user:42 (rank 3, key -1) asked for while lock with key 7 is held",
 		},
 		{
 			"outcome unknown", &outcomeError{true, &pipeline.OutcomeError{Err: io.ErrUnexpectedEOF}},
@@ -123,6 +128,7 @@ func TestIsRetryable(t *testing.T) {
 		{ErrIsolation, false},
 		{ErrIdempotencyConflict, false},
 		{ErrTooManyLocks, false},
+		{&LockOrderError{}, false},
 		{ErrNotFound, false},
 		{ErrNotPending, false},
 		{ErrInvalid, false},
@@ -150,37 +156,41 @@ func TestClassify(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
 		ctx   context.Context //nolint:containedctx // a column of the table
+		hold  time.Duration   // of the host's function; 0 if the statement is latchkey's own
 		err   error
 		lost  bool
 		is    []error
 		where string // of the LockBusyError, if it is one
 	}{
-		{"a lock not available before the statement is the advisory lock", t.Context(), before(code("55P03", "")), false, []error{ErrLockBusy}, WhereAdvisory},
-		{"a lock not available in the statement is a row", t.Context(), code("55P03", ""), false, []error{ErrLockBusy}, WhereRow},
-		{"the budget of several locks ends them as a cancelled query", t.Context(), before(code("57014", "")), false, []error{ErrLockBusy}, WhereAdvisory},
-		{"a cancelled query of a cancelled context is the context's", cancelled, before(code("57014", "")), true, []error{context.Canceled}, ""},
-		{"a lock timeout seen after the deadline is both", expired, before(code("55P03", "")), false, []error{ErrLockBusy, context.DeadlineExceeded}, WhereAdvisory},
-		{"a cancelled query after the deadline is both", expired, code("57014", ""), false, []error{ErrLockBusy, context.DeadlineExceeded}, WhereRow},
-		{"a deadlock", t.Context(), before(code("40P01", "")), false, []error{ErrDeadlock}, ""},
-		{"a serialization failure", t.Context(), code("40001", ""), false, []error{ErrSerialization}, ""},
-		{"a full lock table", t.Context(), before(code("53200", "")), false, []error{ErrTooManyLocks}, ""},
-		{"a read-only server", t.Context(), code("25006", ""), false, []error{ErrReadOnly}, ""},
-		{"a wrong isolation level", t.Context(), before(code("25000", "")), false, []error{ErrIsolation}, ""},
-		{"the pending constraint", t.Context(), code("23505", "setup_requests_pending_key"), false, []error{ErrPendingExists}, ""},
-		{"the idempotency constraint", t.Context(), code("23505", "setup_requests_idempotency_key"), false, []error{ErrIdempotencyConflict}, ""},
-		{"another unique constraint has no meaning", t.Context(), code("23505", "setup_requests_pkey"), false, nil, ""},
-		{"another code on the pending constraint has no meaning", t.Context(), code("23514", "setup_requests_pending_key"), false, nil, ""},
-		{"a connection that is gone", t.Context(), io.ErrUnexpectedEOF, true, []error{ErrConnectionLost}, ""},
-		{"a backend that was terminated", t.Context(), code("57P01", ""), true, []error{ErrConnectionLost}, ""},
-		{"a connection that the context closed", cancelled, io.ErrUnexpectedEOF, true, []error{context.Canceled}, ""},
-		{"no answer to commit", t.Context(), outcome(io.ErrUnexpectedEOF), true, []error{ErrOutcomeUnknown}, ""},
-		{"no answer to commit as the context ended", cancelled, outcome(io.ErrUnexpectedEOF), true, []error{ErrOutcomeUnknown, context.Canceled}, ""},
-		{"no answer to commit, told by a code", t.Context(), outcome(before(code("55P03", ""))), true, []error{ErrOutcomeUnknown}, ""},
-		{"anything else", t.Context(), code("42501", ""), false, nil, ""},
+		{"a lock not available before the statement is the advisory lock", t.Context(), 0, before(code("55P03", "")), false, []error{ErrLockBusy}, WhereAdvisory},
+		{"a lock not available in the statement is a row", t.Context(), 0, code("55P03", ""), false, []error{ErrLockBusy}, WhereRow},
+		{"the budget of several locks ends them as a cancelled query", t.Context(), 0, before(code("57014", "")), false, []error{ErrLockBusy}, WhereAdvisory},
+		{"a cancelled query of a cancelled context is the context's", cancelled, 0, before(code("57014", "")), true, []error{context.Canceled}, ""},
+		{"a lock timeout seen after the deadline is both", expired, 0, before(code("55P03", "")), false, []error{ErrLockBusy, context.DeadlineExceeded}, WhereAdvisory},
+		{"a cancelled query after the deadline is both", expired, 0, code("57014", ""), false, []error{ErrLockBusy, context.DeadlineExceeded}, WhereRow},
+		{"a deadlock", t.Context(), 0, before(code("40P01", "")), false, []error{ErrDeadlock}, ""},
+		{"a serialization failure", t.Context(), 0, code("40001", ""), false, []error{ErrSerialization}, ""},
+		{"a full lock table", t.Context(), 0, before(code("53200", "")), false, []error{ErrTooManyLocks}, ""},
+		{"a read-only server", t.Context(), 0, code("25006", ""), false, []error{ErrReadOnly}, ""},
+		{"a wrong isolation level", t.Context(), 0, before(code("25000", "")), false, []error{ErrIsolation}, ""},
+		{"the pending constraint", t.Context(), 0, code("23505", "setup_requests_pending_key"), false, []error{ErrPendingExists}, ""},
+		{"the idempotency constraint", t.Context(), 0, code("23505", "setup_requests_idempotency_key"), false, []error{ErrIdempotencyConflict}, ""},
+		{"another unique constraint has no meaning", t.Context(), 0, code("23505", "setup_requests_pkey"), false, nil, ""},
+		{"another code on the pending constraint has no meaning", t.Context(), 0, code("23514", "setup_requests_pending_key"), false, nil, ""},
+		{"a connection that is gone", t.Context(), 0, io.ErrUnexpectedEOF, true, []error{ErrConnectionLost}, ""},
+		{"a backend that was terminated", t.Context(), 0, code("57P01", ""), true, []error{ErrConnectionLost}, ""},
+		{"a connection that the context closed", cancelled, 0, io.ErrUnexpectedEOF, true, []error{context.Canceled}, ""},
+		{"no answer to commit", t.Context(), 0, outcome(io.ErrUnexpectedEOF), true, []error{ErrOutcomeUnknown}, ""},
+		{"no answer to commit as the context ended", cancelled, 0, outcome(io.ErrUnexpectedEOF), true, []error{ErrOutcomeUnknown, context.Canceled}, ""},
+		{"no answer to commit, told by a code", t.Context(), 0, outcome(before(code("55P03", ""))), true, []error{ErrOutcomeUnknown}, ""},
+		{"anything else", t.Context(), 0, code("42501", ""), false, nil, ""},
+		{"a lock not available in the host's statement is a row", t.Context(), time.Second, code("55P03", ""), false, []error{ErrLockBusy}, WhereRow},
+		{"a cancelled query of the host's may have worked for too long", t.Context(), time.Second, code("57014", ""), false, nil, ""},
+		{"a cancelled query before the host's is the locks", t.Context(), time.Second, before(code("57014", "")), false, []error{ErrLockBusy}, WhereAdvisory},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			c := &call{locks: []Lock{setupNamespace.Exclusive("1")}, limit: 3, started: time.Now()}
+			c := &call{locks: []Lock{setupNamespace.Exclusive("1")}, hold: tc.hold, limit: 3, started: time.Now()}
 			err := c.classify(tc.ctx, tc.err, tc.lost)
 			requireIs(t, err, tc.is...)
 

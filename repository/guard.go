@@ -110,6 +110,8 @@ func checkLocks(locks []Lock) error {
 // hostError is an error of the host's function, which is returned as it is.
 type hostError struct{ error }
 
+func (e hostError) Unwrap() error { return e.error }
+
 // Tx is the transaction of a guarded function. It is a DBTX for every sqlc package that is generated for pgx/v5.
 // It is for one goroutine: a query while another one runs, or while its rows are open, fails, and after the
 // function has returned every query is [pgx.ErrTxClosed].

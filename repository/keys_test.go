@@ -155,6 +155,13 @@ func TestNamespace(t *testing.T) {
 		require.PanicsWithValue(t, "latchkey: namespace: name must not be empty",
 			func() { repository.MustNamespace("") })
 	})
+	t.Run("may have a rank", func(t *testing.T) {
+		t.Parallel()
+		n := repository.MustNamespace("test_rank", repository.Rank(-3))
+		_, err := repository.NewNamespace("test_rank", repository.Rank(4))
+		requireInvalid(t, err, "name")
+		require.NotZero(t, n)
+	})
 	t.Run("gives comparable locks", func(t *testing.T) {
 		t.Parallel()
 		n := repository.MustNamespace("test_locks")

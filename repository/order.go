@@ -33,6 +33,7 @@ func (e *LockOrderError) Error() string {
 	return fmt.Sprintf("%v: %v asked for while %v is held", ErrLockOrder, e.Asked, e.Held)
 }
 
+// Is makes it [ErrLockOrder].
 func (e *LockOrderError) Is(target error) bool { return target == ErrLockOrder }
 
 // maxHeld bounds what checkOrder reads of a transaction that holds very many locks.

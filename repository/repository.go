@@ -11,6 +11,7 @@ package repository
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -125,7 +126,8 @@ func New(pool *pgxpool.Pool, opts ...Option) (*Repository, error) {
 
 // done ends a public method: it prefixes the error, if it is not the host's own, and tells the observer.
 func (r *Repository) done(ctx context.Context, method string, started time.Time, err *error) {
-	if host, ok := (*err).(hostError); ok {
+	var host hostError
+	if errors.As(*err, &host) {
 		*err = host.error
 	} else {
 		*err = wrap(method, *err)

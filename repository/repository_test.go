@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -82,6 +83,18 @@ func TestArguments(t *testing.T) {
 		{"list with a limit above 1000", "Limit", list(user, &repository.ListOpts{Limit: 1001})},
 		{"list with the limit 1000", "", list(user, &repository.ListOpts{Limit: 1000})},
 		{"list with the default limit", "", list(user, nil)},
+
+		{"guard with no lock", "locks", guard()},
+		{"guard with a lock of no namespace", "namespace", guard(repository.Lock{})},
+		{"guard with an empty id", "id", guard(things.Exclusive(user.String()), things.Shared(""))},
+		{"guard with an id over 1 KiB", "id", guard(things.Exclusive(strings.Repeat("i", 1025)))},
+		{"guard with an id that is not UTF-8", "id", guard(things.Exclusive("\xff"))},
+		{"guard with an id with NUL", "id", guard(things.Shared("a\x00"))},
+		{"guard with 1025 locks", "locks", guard(slices.Repeat([]repository.Lock{things.Exclusive("1")}, 1025)...)},
+		{"guard with 1024 locks", "", guard(slices.Repeat([]repository.Lock{things.Exclusive("1")}, 1024)...)},
+		{"guard without a function", "fn", func(ctx context.Context, r *repository.Repository) error {
+			return r.Guard(ctx, []repository.Lock{things.Exclusive("1")}, nil)
+		}},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
@@ -102,6 +115,29 @@ func TestArguments(t *testing.T) {
 		})
 	}
 
+	t.Run("too many locks are told apart from other mistakes", func(t *testing.T) {
+		t.Parallel()
+		pool, _ := unreachable(t)
+		repo, err := repository.New(pool)
+		require.NoError(t, err)
+		err = guard(slices.Repeat([]repository.Lock{things.Exclusive("1")}, 1025)...)(t.Context(), repo)
+		require.ErrorIs(t, err, repository.ErrTooManyLocks)
+		require.ErrorIs(t, err, repository.ErrInvalid)
+	})
+	t.Run("guards that try or join check what guard checks", func(t *testing.T) {
+		t.Parallel()
+		pool, dials := unreachable(t)
+		repo, err := repository.New(pool)
+		require.NoError(t, err)
+		good := []repository.Lock{things.Exclusive("1")}
+		for argument, locks := range map[string][]repository.Lock{"locks": nil, "id": {things.Exclusive("")}, "namespace": {{}}} {
+			requireInvalid(t, repo.TryGuard(t.Context(), locks, untouched), argument)
+			requireInvalid(t, repo.GuardTx(t.Context(), untouchable{}, locks), argument)
+		}
+		requireInvalid(t, repo.TryGuard(t.Context(), good, nil), "fn")
+		requireInvalid(t, repo.GuardTx(t.Context(), nil, good), "tx")
+		require.Zero(t, dials.Load())
+	})
 	t.Run("try and join check what create checks", func(t *testing.T) {
 		t.Parallel()
 		pool, dials := unreachable(t)
@@ -145,12 +181,18 @@ func TestNew(t *testing.T) {
 		{"refuses two lock timeouts", "WithLockTimeout", pool, []repository.Option{
 			repository.WithLockTimeout(time.Second), repository.WithLockTimeout(time.Minute),
 		}},
+		{"refuses a negative hold timeout", "HoldTimeout", pool, []repository.Option{repository.WithHoldTimeout(-1)}},
+		{"refuses a hold timeout above 24 days", "HoldTimeout", pool, []repository.Option{repository.WithHoldTimeout(24*24*time.Hour + 1)}},
+		{"refuses two hold timeouts", "WithHoldTimeout", pool, []repository.Option{
+			repository.WithHoldTimeout(time.Second), repository.WithHoldTimeout(time.Second),
+		}},
 		{"refuses two observers", "WithObserver", pool, []repository.Option{
 			repository.WithObserver(repository.Observer{}), repository.WithObserver(repository.Observer{}),
 		}},
 		{"takes no options", "", pool, nil},
 		{"takes one of each", "", pool, []repository.Option{
-			repository.WithLockTimeout(time.Millisecond), repository.WithObserver(repository.Observer{}),
+			repository.WithLockTimeout(time.Millisecond), repository.WithHoldTimeout(time.Millisecond),
+			repository.WithLockOrderCheck(), repository.WithObserver(repository.Observer{}),
 		}},
 		{"takes 0 for the default lock timeout", "", pool, []repository.Option{repository.WithLockTimeout(0)}},
 		{"takes the longest lock timeout", "", pool, []repository.Option{repository.WithLockTimeout(24 * 24 * time.Hour)}},
@@ -217,6 +259,19 @@ func TestObserver(t *testing.T) {
 			_, err := repo.ListSetups(ctx, uuid.New(), nil)
 			return err
 		}},
+		{"Guard", func(ctx context.Context) error {
+			return repo.Guard(ctx, nil, untouched)
+		}},
+		{"TryGuard", func(ctx context.Context) error {
+			return repo.TryGuard(ctx, nil, untouched)
+		}},
+		{"GuardTx", func(ctx context.Context) error {
+			return repo.GuardTx(ctx, nil, nil)
+		}},
+		{"LockActivity", func(ctx context.Context) error {
+			_, err := repo.LockActivity(ctx)
+			return err
+		}},
 		{"CountPendingSetups", func(ctx context.Context) error {
 			_, err := repo.CountPendingSetups(ctx, uuid.New())
 			return err
@@ -263,6 +318,20 @@ func TestContextThatHasEnded(t *testing.T) {
 		}
 	}
 	require.Zero(t, dials.Load())
+}
+
+// things is a host's namespace.
+var things = repository.MustNamespace("test_things")
+
+func untouched(context.Context, *repository.Tx) error {
+	panic("a function that was not to be called was called")
+}
+
+// guard guards a function that sends nothing, so that only the locks are sent.
+func guard(locks ...repository.Lock) func(context.Context, *repository.Repository) error {
+	return func(ctx context.Context, r *repository.Repository) error {
+		return r.Guard(ctx, locks, func(context.Context, *repository.Tx) error { return nil })
+	}
 }
 
 func create(user uuid.UUID, o *repository.CreateSetupOpts) func(context.Context, *repository.Repository) error {

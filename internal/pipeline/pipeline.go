@@ -187,7 +187,7 @@ func (tx *Tx) query(ctx context.Context, query statement, last bool) (pgx.Rows, 
 		return failed{ErrInUse}, ErrInUse
 	}
 	defer tx.mu.Unlock()
-	return tx.start(ctx, &query, last).query()
+	return tx.start(ctx, &query, last).query() //nolint:sqlclosecheck // the rows are the caller's to close
 }
 
 // start sends what is queued and the query, if there is one, and reads the answers that come before the
