@@ -17,6 +17,7 @@ import (
 	"os/exec"
 	"os/user"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strconv"
 	"strings"
@@ -155,6 +156,8 @@ func launch(ctx context.Context, p programs, provider string, o Options) (_ *Ser
 		io.Copy(io.Discard, goneR) //nolint:errcheck // any end is the end
 		goneR.Close()
 		close(gone)
+		// A caller may keep the URL only. The collector would close the pipe with the forgotten Server, and so end it.
+		runtime.KeepAlive(aliveW)
 	}()
 	s := &Server{
 		provider: provider,

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strings"
 	"sync"
 	"syscall"
@@ -454,6 +455,7 @@ func TestServerEndsWithItsProgram(t *testing.T) {
 			dir := folder(t, conn)
 			require.Equal(t, tmp, filepath.Dir(dir))
 			pid := postmaster(t, conn)
+			ask[string](t, conn, "SELECT pg_sleep(0.5)::text")       // dozens of collections in the program
 			conn.Exec(t.Context(), "SET application_name = 'asked'") //nolint:errcheck // may end the server before the answer
 			switch how {
 			case "interrupted":
@@ -522,8 +524,10 @@ func startAndEnd(how string) {
 	case "panic":
 		waitForClient(s)
 		panic("as the test wants it")
-	default:
-		select {} // until the signal comes
+	default: // the signal ends it
+		for range time.Tick(10 * time.Millisecond) {
+			runtime.GC() // nobody knows the Server any more, which must not be its end
+		}
 	}
 }
 

@@ -24,8 +24,8 @@ import (
 	"github.com/latchkey-go/latchkey/db"
 )
 
-// BeforeError says that a statement queued with [Tx.Before], or the one that begins the transaction, failed.
-// No query of the caller's was run.
+// BeforeError says that the query was not run, since a statement queued with [Tx.Before] failed, or the one that
+// begins the transaction, or one of them all could not be prepared or encoded.
 type BeforeError struct{ Err error }
 
 func (e *BeforeError) Error() string { return e.Err.Error() }

@@ -13,6 +13,7 @@ type reply struct {
 	results pgx.BatchResults
 	rows    pgx.Rows // of the query, if it has any
 	last    bool
+	ran     bool // the query did, as far as the server is concerned
 	done    bool
 	err     error
 }
@@ -22,6 +23,7 @@ func (r *reply) exec() (pgconn.CommandTag, error) {
 		return pgconn.CommandTag{}, r.err
 	}
 	tag, err := r.results.Exec()
+	r.ran = err == nil
 	return tag, r.finish(err)
 }
 
@@ -30,7 +32,9 @@ func (r *reply) query() (pgx.Rows, error) {
 		return failed{r.err}, r.err
 	}
 	var err error
-	if r.rows, err = r.results.Query(); err != nil {
+	r.rows, err = r.results.Query()
+	r.ran = err == nil
+	if err != nil {
 		err = r.finish(err)
 	}
 	return &rows{r.rows, r}, err
@@ -61,7 +65,8 @@ func (r *reply) finish(err error) error {
 		err = r.explain(err)
 	}
 	r.tx.open = nil
-	r.tx.ended = committed
+	// Also after an error of this side's own, such as one of Scan: the server ran all that was sent.
+	r.tx.ended = committed || r.last && r.ran && !r.tx.conn.IsClosed() && r.tx.conn.PgConn().TxStatus() != 'E'
 	r.err = err
 	return err
 }
