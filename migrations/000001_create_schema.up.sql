@@ -35,4 +35,4 @@ END;
 $$;
 
 COMMENT ON FUNCTION latchkey.raise_error(text, text) IS
-    'Raises an error with this SQLSTATE and never returns. Called by LockTryAll and TxRequireWritableReadCommitted.';
+    'Raises an error with this SQLSTATE and never returns. Called by LockTryAll and TxRequireReadCommitted.';

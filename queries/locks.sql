@@ -12,7 +12,7 @@
 SELECT
     pg_catalog.count(taken.lock),
     pg_catalog.set_config('statement_timeout', pg_catalog.current_setting('latchkey.statement_timeout'), true),
-    pg_catalog.set_config('lock_timeout', greatest(1, pg_catalog.ceil(1000 * (
+    pg_catalog.set_config('lock_timeout', greatest(1, pg_catalog.ceil(1000::numeric * (
         pg_catalog.current_setting('latchkey.deadline')::numeric - extract(EPOCH FROM pg_catalog.clock_timestamp())
     )))::bigint::text, true)
 FROM (
@@ -111,13 +111,18 @@ SELECT
 -- TxSetLockBudget bounds the next statement, LockAll or LockTryAll, to budget_ms milliseconds. lock_timeout
 -- counts anew for each key, so statement_timeout bounds them all; it is a little longer, so that the wait for a
 -- single key ends as 55P03, which says what it was. What both were is kept in settings of the transaction, as is
--- the time at which the budget ends.
+-- the time at which the budget ends. In a transaction of latchkey's own, transaction_timeout is off: it would not
+-- end the wait but the session.
 --
 -- Locks: none. All settings are local to the transaction.
 SELECT
     pg_catalog.set_config('latchkey.lock_timeout', pg_catalog.current_setting('lock_timeout'), true),
     pg_catalog.set_config('latchkey.statement_timeout', pg_catalog.current_setting('statement_timeout'), true),
-    pg_catalog.set_config('latchkey.deadline', (extract(EPOCH FROM pg_catalog.clock_timestamp()) + budget.ms::numeric / 1000)::text, true),
+    pg_catalog.set_config('latchkey.deadline', (extract(EPOCH FROM pg_catalog.clock_timestamp()) + budget.ms::numeric / 1000::numeric)::text, true),
     pg_catalog.set_config('lock_timeout', budget.ms::text, true),
-    pg_catalog.set_config('statement_timeout', (budget.ms + 20)::text, true)
+    pg_catalog.set_config('statement_timeout', (budget.ms + 20::bigint)::text, true),
+    CASE
+        WHEN @own_transaction::boolean AND pg_catalog.current_setting('transaction_timeout', true) IS NOT NULL  -- from PostgreSQL 17 on
+            THEN pg_catalog.set_config('transaction_timeout', '0', true)
+    END
 FROM (SELECT @budget_ms::bigint AS ms) AS budget;

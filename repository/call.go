@@ -62,7 +62,7 @@ func (r *Repository) run(ctx context.Context, c *call, fn func(tx *pipeline.Tx) 
 
 func (c *call) runIn(ctx context.Context, tx *pipeline.Tx, conn *pgx.Conn, fn func(tx *pipeline.Tx) error) error {
 	defer tx.Rollback(ctx) // also if fn panics
-	tx.Explain = func(err error) error { return c.classify(ctx, err, conn.IsClosed()) }
+	tx.Explain = func(err error) error { return c.classify(ctx, err, conn.IsClosed) }
 	if err := c.queueLocks(ctx, db.New(tx.Before())); err != nil {
 		return err
 	}
@@ -87,7 +87,7 @@ func (c *call) queueLocks(ctx context.Context, before *db.Queries) error {
 		locks.Keys[i], locks.Exclusive[i], locks.Ranks[i] = l.key(), l.exclusive, l.namespace.rank
 	}
 
-	_ = before.TxSetLockBudget(ctx, budget)
+	_ = before.TxSetLockBudget(ctx, db.TxSetLockBudgetParams{BudgetMs: budget, OwnTransaction: c.outer == nil})
 	if c.hold > 0 {
 		_ = before.TxSetHoldTimeout(ctx, c.hold.Milliseconds())
 	}
@@ -124,8 +124,7 @@ func (r *Repository) acquire(ctx context.Context, c *call) (*pgxpool.Conn, error
 	case bounded.Err() != nil && ctx.Err() == nil:
 		return nil, c.busy(WherePool, nil)
 	}
-	var refused *pgconn.ConnectError
-	return nil, c.classify(ctx, err, errors.As(err, &refused))
+	return nil, c.classify(ctx, err, refused(err))
 }
 
 // busy says that the call gave up; err is what the server said, nil if it was not asked.
@@ -134,7 +133,7 @@ func (c *call) busy(where string, err error) error {
 	if len(c.locks) > 0 {
 		busy.Namespace = c.locks[0].namespace.name
 	}
-	if c.cut {
+	if c.cut && (!c.try || where == WherePool) {
 		return fmt.Errorf("%w: %w", context.DeadlineExceeded, busy)
 	}
 	return busy
@@ -145,12 +144,16 @@ func (r *Repository) read(ctx context.Context, query func(*db.Queries) error) er
 	var c call
 	conn, err := r.pool.Acquire(ctx)
 	if err != nil {
-		var refused *pgconn.ConnectError
-		return c.classify(ctx, err, errors.As(err, &refused))
+		return c.classify(ctx, err, refused(err))
 	}
 	defer conn.Release()
 	if err := query(db.New(conn)); err != nil {
-		return c.classify(ctx, err, conn.Conn().IsClosed())
+		return c.classify(ctx, err, conn.Conn().IsClosed)
 	}
 	return nil
+}
+
+// refused tells whether err means that there is no connection to be had.
+func refused(err error) func() bool {
+	return func() bool { return errors.As(err, new(*pgconn.ConnectError)) }
 }

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 
 	"github.com/latchkey-go/latchkey/internal/pipeline"
@@ -173,8 +174,9 @@ const (
 )
 
 // classify gives an error of the driver or the server its meaning, by SQLSTATE and constraint name. It is the
-// one place that does. lost says that the connection is gone.
-func (c *call) classify(ctx context.Context, err error, lost bool) error {
+// one place that does. lost says whether the connection is gone; it is not asked about one that may be somebody
+// else's by now.
+func (c *call) classify(ctx context.Context, err error, lost func() bool) error {
 	var (
 		outcome *pipeline.OutcomeError
 		before  *pipeline.BeforeError
@@ -206,7 +208,7 @@ func (c *call) classify(ctx context.Context, err error, lost bool) error {
 	case conditions[pgErr.Code] != nil:
 		return fmt.Errorf("%w: %w", conditions[pgErr.Code], err)
 
-	case lost:
+	case !errors.Is(err, pgx.ErrTxClosed) && lost():
 		return fmt.Errorf("%w: %w", ErrConnectionLost, err)
 	}
 	return err

@@ -47,34 +47,41 @@ func TestErrorTypes(t *testing.T) {
 	}{
 		{
 			"invalid", &InvalidError{"MaxPending", "must be 0 or from 1 to 1000"},
-			[]error{ErrInvalid}, nil, "MaxPending must be 0 or from 1 to 1000",
+			[]error{ErrInvalid},
+			nil, "MaxPending must be 0 or from 1 to 1000",
 		},
 		{
 			"limit, counted", &LimitError{Rule: ErrPendingExists, Used: 3, Limit: 3, Requested: 1},
-			[]error{ErrPendingExists}, nil, "too many requests are pending: 3 of 3 in use, 1 requested",
+			[]error{ErrPendingExists},
+			nil, "too many requests are pending: 3 of 3 in use, 1 requested",
 		},
 		{
 			"limit, by the constraint", &LimitError{Rule: ErrPendingExists, Used: -1, Limit: 3, Requested: 1, Err: unique},
-			[]error{ErrPendingExists}, unique,
+			[]error{ErrPendingExists},
+			unique,
 			"too many requests are pending: the constraint refused, limit 3: ERROR: duplicate key (SQLSTATE 23505)",
 		},
 		{
 			"busy, not asked", &LockBusyError{Waited: 1500 * time.Microsecond, Where: WherePool},
-			[]error{ErrLockBusy}, nil, "lock is busy: waited 2ms for pool",
+			[]error{ErrLockBusy},
+			nil, "lock is busy: waited 2ms for pool",
 		},
 		{
 			"busy, by the server", &LockBusyError{Namespace: "setup_request", Waited: 2 * time.Second, Where: WhereAdvisory, Err: cause},
-			[]error{ErrLockBusy}, cause,
+			[]error{ErrLockBusy},
+			cause,
 			"lock is busy: waited 2s for advisory, namespace setup_request: ERROR: canceling statement due to lock timeout (SQLSTATE 55P03)",
 		},
 		{
 			"lock order", &LockOrderError{Held: LockName{Key: 7}, Asked: LockName{"user", "42", -1, 3}},
-			[]error{ErrLockOrder}, nil,
+			[]error{ErrLockOrder},
+			nil,
 			"locks are taken out of order: lock user:42 (rank 3, key -1) asked for while lock with key 7 is held",
 		},
 		{
 			"outcome unknown", &outcomeError{true, &pipeline.OutcomeError{Err: io.ErrUnexpectedEOF}},
-			[]error{ErrOutcomeUnknown}, nil, "outcome unknown: no answer to commit: unexpected EOF",
+			[]error{ErrOutcomeUnknown},
+			nil, "outcome unknown: no answer to commit: unexpected EOF",
 		},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -191,7 +198,7 @@ func TestClassify(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
 			c := &call{locks: []Lock{setupNamespace.Exclusive("1")}, hold: tc.hold, limit: 3, started: time.Now()}
-			err := c.classify(tc.ctx, tc.err, tc.lost)
+			err := c.classify(tc.ctx, tc.err, func() bool { return tc.lost })
 			requireIs(t, err, tc.is...)
 
 			var want, got *pgconn.PgError

@@ -53,16 +53,19 @@ func NewNamespace(name string, opts ...NamespaceOption) (Namespace, error) {
 	if err := lockkey.CheckNamespace(name); err != nil {
 		return Namespace{}, &InvalidError{"name", err.Error()}
 	}
+	n := Namespace{name: name}
+	for _, opt := range opts {
+		if opt == nil {
+			return Namespace{}, &InvalidError{"opts", "must not hold a nil NamespaceOption"}
+		}
+		opt(&n)
+	}
 	namespaces.Lock()
 	defer namespaces.Unlock()
 	if namespaces.declared[name] {
 		return Namespace{}, &InvalidError{"name", "is declared already: " + name}
 	}
 	namespaces.declared[name] = true
-	n := Namespace{name: name}
-	for _, opt := range opts {
-		opt(&n)
-	}
 	return n, nil
 }
 

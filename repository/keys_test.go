@@ -100,6 +100,11 @@ func TestKeyTellsNamespaceAndIDApart(t *testing.T) {
 	}
 }
 
+var names atomic.Int64
+
+// unused returns a name that nobody has declared: the register is the process's, and a test may run again in it.
+func unused() string { return "test_" + strconv.FormatInt(names.Add(1), 10) }
+
 func TestNamespace(t *testing.T) {
 	t.Parallel()
 	t.Run("refuses a name against the pattern", func(t *testing.T) {
@@ -112,7 +117,7 @@ func TestNamespace(t *testing.T) {
 	})
 	t.Run("is declared once", func(t *testing.T) {
 		t.Parallel()
-		for _, name := range []string{"test_once", strings.Repeat("t", 63)} {
+		for _, name := range []string{unused(), (unused() + strings.Repeat("_", 63))[:63]} {
 			n, err := repository.NewNamespace(name)
 			require.NoError(t, err)
 			require.NotZero(t, n)
@@ -123,11 +128,12 @@ func TestNamespace(t *testing.T) {
 	})
 	t.Run("is declared once also by many goroutines", func(t *testing.T) {
 		t.Parallel()
+		name := unused()
 		var declared atomic.Int64
 		var wg sync.WaitGroup
 		for range 16 {
 			wg.Go(func() {
-				if _, err := repository.NewNamespace("test_race"); err == nil {
+				if _, err := repository.NewNamespace(name); err == nil {
 					declared.Add(1)
 				}
 			})
@@ -142,29 +148,32 @@ func TestNamespace(t *testing.T) {
 	})
 	t.Run("a refused name is not declared", func(t *testing.T) {
 		t.Parallel()
-		_, err := repository.NewNamespace("test_Refused")
+		name := unused()
+		_, err := repository.NewNamespace(strings.ToUpper(name))
 		require.Error(t, err)
-		_, err = repository.NewNamespace("test_refused")
+		_, err = repository.NewNamespace(name)
 		require.NoError(t, err)
 	})
 	t.Run("panics at start if it must", func(t *testing.T) {
 		t.Parallel()
-		require.NotZero(t, repository.MustNamespace("test_must"))
-		require.PanicsWithValue(t, "latchkey: namespace: name is declared already: test_must",
-			func() { repository.MustNamespace("test_must") })
+		name := unused()
+		require.NotZero(t, repository.MustNamespace(name))
+		require.PanicsWithValue(t, "latchkey: namespace: name is declared already: "+name,
+			func() { repository.MustNamespace(name) })
 		require.PanicsWithValue(t, "latchkey: namespace: name must not be empty",
 			func() { repository.MustNamespace("") })
 	})
 	t.Run("may have a rank", func(t *testing.T) {
 		t.Parallel()
-		n := repository.MustNamespace("test_rank", repository.Rank(-3))
-		_, err := repository.NewNamespace("test_rank", repository.Rank(4))
+		name := unused()
+		n := repository.MustNamespace(name, repository.Rank(-3))
+		_, err := repository.NewNamespace(name, repository.Rank(4))
 		requireInvalid(t, err, "name")
 		require.NotZero(t, n)
 	})
 	t.Run("gives comparable locks", func(t *testing.T) {
 		t.Parallel()
-		n := repository.MustNamespace("test_locks")
+		n := repository.MustNamespace(unused())
 		require.Equal(t, n.Exclusive("1"), n.Exclusive("1"))
 		require.NotEqual(t, n.Exclusive("1"), n.Exclusive("2"))
 		require.NotEqual(t, n.Exclusive("1"), n.Shared("1"))

@@ -47,7 +47,7 @@ func (r *Repository) checkOrder(ctx context.Context, c *call) error {
 	}
 	held, err := db.New(c.outer).LockListHeld(ctx, maxHeld)
 	if err != nil {
-		return c.classify(ctx, err, c.outer.Conn().IsClosed())
+		return c.classify(ctx, err, c.outer.Conn().IsClosed)
 	}
 	mine := make(map[int64]bool, len(held))
 	for _, h := range held {

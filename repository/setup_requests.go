@@ -79,7 +79,8 @@ func (r *Repository) TryCreateSetup(ctx context.Context, userID uuid.UUID, o *Cr
 //
 // tx must be READ COMMITTED and READ WRITE, otherwise the error is [ErrIsolation]; no lock is taken then. Its
 // lock_timeout and statement_timeout are put back as they were. After an error the transaction can be used on,
-// and holds no lock of this call, unless ctx ended or the connection was lost during the call.
+// unless ctx ended or the connection was lost during the call. After a refusal that was found under
+// the lock it holds that, so that the refusal stays true until it ends; after any other error it does not.
 func (r *Repository) CreateSetupTx(ctx context.Context, tx pgx.Tx, userID uuid.UUID, o *CreateSetupOpts) (_ *SetupRequest, err error) {
 	defer r.done(ctx, "CreateSetupTx", time.Now(), &err)
 	if tx == nil {

@@ -161,9 +161,9 @@ const rollbackTimeout = 5 * time.Second
 func (tx *Tx) Rollback(ctx context.Context) {
 	tx.stop()
 	defer tx.mu.Unlock()
-	over := tx.ended || tx.conn.IsClosed() || tx.conn.PgConn().TxStatus() == 'I'
+	over := tx.ended || !tx.begun || tx.conn.IsClosed() || tx.conn.PgConn().TxStatus() == 'I'
 	tx.ended = true
-	if over || !tx.begun {
+	if over {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTimeout)
