@@ -2,7 +2,7 @@
 // travels with the first query, and what ends it with the last.
 //
 // A lock that is taken in such a transaction is held while the server works, not while the network carries
-// questions and answers. A transaction of one query costs one round trip:
+// questions and answers. A transaction of one query costs one round trip, once its statements are prepared:
 //
 //	tx := pipeline.Begin(conn)
 //	db.New(tx.Before()).LockAll(ctx, locks)           // queued
@@ -15,6 +15,7 @@ package pipeline
 import (
 	"context"
 	"errors"
+	"slices"
 	"sync"
 	"time"
 
@@ -199,21 +200,15 @@ func (tx *Tx) start(ctx context.Context, query *statement, last bool) *reply {
 	case tx.open != nil:
 		return &reply{tx: tx, done: true, err: ErrInUse}
 	}
-	var batch pgx.Batch
-	for _, s := range tx.before {
-		batch.Queue(s.sql, s.args...)
-	}
-	if query != nil {
-		batch.Queue(query.sql, query.args...)
-	}
-	if last {
-		for _, s := range tx.after {
-			batch.Queue(s.sql, s.args...)
+	batch := tx.batch(query, last)
+	if tx.before != nil && !preparedOn(tx.conn).covers(batch) {
+		if err := tx.begin(ctx); err != nil {
+			return &reply{tx: tx, done: true, err: tx.explain(&BeforeError{err})}
 		}
-		batch.Queue(tx.commit)
+		batch = tx.batch(query, last)
 	}
 
-	r := &reply{tx: tx, results: tx.send(ctx, &batch), last: last}
+	r := &reply{tx: tx, batch: batch, results: tx.send(ctx, batch), last: last}
 	tx.open = r
 	for range tx.before {
 		if _, err := r.results.Exec(); err != nil {
@@ -224,6 +219,49 @@ func (tx *Tx) start(ctx context.Context, query *statement, last bool) *reply {
 	}
 	tx.before = nil
 	return r
+}
+
+// batch returns what is queued together with the query, if there is one.
+func (tx *Tx) batch(query *statement, last bool) *pgx.Batch {
+	statements := slices.Clone(tx.before)
+	if query != nil {
+		statements = append(statements, *query)
+	}
+	if last {
+		statements = append(statements, tx.after...)
+		statements = append(statements, statement{sql: tx.commit})
+	}
+	return queued(statements)
+}
+
+// begin sends what is queued before the first query, ahead of it, and the beginning itself ahead of the rest.
+func (tx *Tx) begin(ctx context.Context) error {
+	for _, statements := range [][]statement{tx.before[:1], tx.before[1:]} {
+		batch := queued(statements)
+		err := tx.send(ctx, batch).Close()
+		preparedOn(tx.conn).ran(batch, err)
+		if err != nil {
+			return err
+		}
+		tx.begun = true
+	}
+	tx.before = nil
+	return nil
+}
+
+func queued(statements []statement) *pgx.Batch {
+	batch := &pgx.Batch{}
+	for _, s := range statements {
+		batch.Queue(s.sql, s.args...)
+	}
+	return batch
+}
+
+func (tx *Tx) explain(err error) error {
+	if err == nil || tx.Explain == nil {
+		return err
+	}
+	return tx.Explain(err)
 }
 
 type last struct{ tx *Tx }

@@ -1,6 +1,8 @@
 package pipeline
 
 import (
+	"errors"
+
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgtype"
@@ -10,6 +12,7 @@ import (
 // statements after it and to COMMIT. Its Tx is locked by whoever calls it.
 type reply struct {
 	tx      *Tx
+	batch   *pgx.Batch
 	results pgx.BatchResults
 	rows    pgx.Rows // of the query, if it has any
 	last    bool
@@ -57,12 +60,13 @@ func (r *reply) finish(err error) error {
 	if closeErr := r.results.Close(); err == nil && !committed {
 		err = closeErr
 	}
-	if err != nil && r.last && !r.tx.joined && r.tx.conn.IsClosed() && !pgconn.SafeToRetry(err) {
+	preparedOn(r.tx.conn).ran(r.batch, err)
+	if err != nil && r.last && !r.tx.joined && r.tx.conn.IsClosed() && !uncommitted(err) {
 		// Also when the error names an earlier statement: the server may have gone on without us.
-		err = r.explain(&OutcomeError{err})
+		err = r.tx.explain(&OutcomeError{err})
 		r.tx.lost = err
 	} else {
-		err = r.explain(err)
+		err = r.tx.explain(err)
 	}
 	r.tx.open = nil
 	// Also after an error of this side's own, such as one of Scan: the server ran all that was sent.
@@ -71,11 +75,14 @@ func (r *reply) finish(err error) error {
 	return err
 }
 
-func (r *reply) explain(err error) error {
-	if err == nil || r.tx.Explain == nil {
-		return err
-	}
-	return r.tx.Explain(err)
+// uncommitted tells whether err, which ended the connection, proves that COMMIT was not run: it was not sent, or the
+// server ended the session at a point where it looks for that, and the answers before this one do not have COMMIT's.
+// A pooler's errors do not say where in PostgreSQL they come from, and prove nothing.
+func uncommitted(err error) bool {
+	var pgErr *pgconn.PgError
+	return pgconn.SafeToRetry(err) ||
+		errors.As(err, new(pgx.ErrPreprocessingBatch)) ||
+		errors.As(err, &pgErr) && pgErr.Routine == "ProcessInterrupts"
 }
 
 func (r *reply) finishLast() error {
