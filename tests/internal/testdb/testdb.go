@@ -107,6 +107,20 @@ func URL(t testing.TB) string {
 	return url
 }
 
+// URLForExample is [URL] for an Example function, which has no testing.TB: it drops the database itself, and what fails
+// is a panic.
+func URLForExample() (url string, drop func()) {
+	url, dropDatabase, err := server.NewDatabase(context.Background())
+	if err != nil {
+		panic(err)
+	}
+	return url, func() {
+		if err := dropDatabase(context.Background()); err != nil {
+			panic(err)
+		}
+	}
+}
+
 // Pool returns a pool on a fresh database, after the options have changed its configuration.
 func Pool(t testing.TB, opts ...func(*pgxpool.Config)) *pgxpool.Pool {
 	t.Helper()
