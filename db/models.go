@@ -10,6 +10,41 @@ import (
 	"github.com/google/uuid"
 )
 
+// Money of an owner, in minor units of one currency.
+type Account struct {
+	ID uuid.UUID
+	// Whose account it is; the host's own id, with no foreign key.
+	OwnerID uuid.UUID
+	// What is in the account, in minor units: the sum of its entries, in less out.
+	Balance int64
+	// How much may leave the account on one day of its time zone, in minor units; 0 is no limit.
+	DailyLimit int64
+	// The IANA time zone of the account's days, such as Europe/Berlin.
+	TimeZone string
+	// The caller's key for opening the account, unique per owner; NULL is none. At most 255 bytes.
+	IdempotencyKey *string
+	// When the row was written, by the server's clock.
+	CreatedAt time.Time
+}
+
+// What moved in an account. Rows are added, never changed.
+type Entry struct {
+	ID        uuid.UUID
+	AccountID uuid.UUID
+	// deposit or transfer_in, which add to the balance; withdrawal or transfer_out, which take from it.
+	Kind string
+	// How much it was, in minor units, above 0 for every kind.
+	Amount int64
+	// The balance of the account once the entry was written, in minor units.
+	BalanceAfter int64
+	// The transfer that the entry is one side of; NULL for a deposit or withdrawal.
+	TransferID *uuid.UUID
+	// The caller's key for what it did, unique per account; NULL is none. A transfer's is on its transfer_out. At most 255 bytes.
+	IdempotencyKey *string
+	// When the row was written, under the lock, by the server's clock; it decides the day.
+	CreatedAt time.Time
+}
+
 // A request of a user to set something up; a user has a bounded number of pending ones.
 type SetupRequest struct {
 	ID uuid.UUID

@@ -17,8 +17,8 @@ type LockActivity struct {
 	TransactionStart *time.Time // nil outside a transaction
 	BlockedBy        []int32    // the PIDs that hold the lock or wait for it earlier; empty for a holder
 
-	// Role, Application, State and Query are those of pg_stat_activity. The last two are hidden where the
-	// session is another role's and this one is not in pg_read_all_stats.
+	// Role, Application, State and Query are those of pg_stat_activity. State, Query and TransactionStart are
+	// hidden where the session is another role's and this one is not in pg_read_all_stats.
 	Role, Application, State, Query string
 }
 

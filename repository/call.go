@@ -139,9 +139,22 @@ func (c *call) busy(where string, err error) error {
 	return busy
 }
 
+// readIn runs a query in a transaction of the caller's, which can be used on after an error, or without one as
+// read does.
+func (r *Repository) readIn(ctx context.Context, outer pgx.Tx, query func(*db.Queries) error) error {
+	if outer == nil {
+		return r.read(ctx, query)
+	}
+	c := call{started: time.Now()}
+	tx := pipeline.Join(outer)
+	defer tx.Rollback(ctx)
+	tx.Explain = func(err error) error { return c.classify(ctx, err, outer.Conn().IsClosed) }
+	return query(db.New(tx.Last()))
+}
+
 // read runs a query on a connection of its own, outside any transaction.
 func (r *Repository) read(ctx context.Context, query func(*db.Queries) error) error {
-	var c call
+	c := call{started: time.Now()}
 	conn, err := r.pool.Acquire(ctx)
 	if err != nil {
 		return c.classify(ctx, err, refused(err))

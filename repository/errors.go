@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -17,6 +18,12 @@ import (
 var (
 	// ErrPendingExists is the [LimitError] of setup requests: the user has as many pending ones as may be.
 	ErrPendingExists = errors.New("too many requests are pending")
+
+	// ErrDailyLimit is the [LimitError] of accounts: that much may not leave the account on one day.
+	ErrDailyLimit = errors.New("daily limit is reached")
+
+	// ErrInsufficientFunds means that there is less in the account than was to leave it. Nothing was written.
+	ErrInsufficientFunds = errors.New("insufficient funds")
 
 	// ErrLockBusy is a [LockBusyError].
 	ErrLockBusy = errors.New("lock is busy")
@@ -61,7 +68,9 @@ var (
 	ErrInvalid = errors.New("invalid argument")
 )
 
-// InvalidError says which argument is wrong. No SQL was sent and no connection taken. It is [ErrInvalid].
+// InvalidError says which argument is wrong. Nothing was written; no SQL was sent and no connection taken, unless
+// only the server could tell: that an amount is too large for the balance, or a time zone unknown. It is
+// [ErrInvalid].
 type InvalidError struct {
 	Argument string // as it is named in Go, such as "MaxPending"
 	Problem  string // what it must be, such as "must be from 1 to 1000"
@@ -74,7 +83,7 @@ func (e *InvalidError) Is(target error) bool { return target == ErrInvalid }
 
 // LimitError says that the rule refuses the call, and what was counted. Nothing was written.
 type LimitError struct {
-	Rule      error // which rule it was: [ErrPendingExists]
+	Rule      error // which rule it was: [ErrPendingExists] or [ErrDailyLimit]
 	Used      int64 // what was in use, counted under the lock; -1 if not the count but the constraint refused
 	Limit     int64 // what may be in use
 	Requested int64 // what the call would have added
@@ -162,15 +171,32 @@ var conditions = map[string]error{
 }
 
 const (
-	lockNotAvailable = "55P03"
-	queryCanceled    = "57014"
-	uniqueViolation  = "23505"
+	lockNotAvailable      = "55P03"
+	queryCanceled         = "57014"
+	uniqueViolation       = "23505"
+	checkViolation        = "23514"
+	numericOutOfRange     = "22003"
+	invalidParameterValue = "22023"
 )
 
-// Constraints that stand behind a rule.
+// Constraints that stand behind a rule. The host's own may have the same names, in another schema.
 const (
-	pendingConstraint     = "setup_requests_pending_key"
-	idempotencyConstraint = "setup_requests_idempotency_key"
+	schema            = "latchkey"
+	pendingConstraint = "setup_requests_pending_key"
+	balanceConstraint = "accounts_balance_check"
+)
+
+// idempotencyConstraints are those that hold an idempotency key to one use.
+var idempotencyConstraints = []string{
+	"accounts_idempotency_key",
+	"entries_idempotency_key",
+	"setup_requests_idempotency_key",
+}
+
+// What the server finds wrong with an argument of a statement of latchkey's own.
+var (
+	errBalanceRange = &InvalidError{"Amount", "must not take the balance beyond an int64"}
+	errTimeZone     = &InvalidError{"TimeZone", "must be known to the server"}
 )
 
 // classify gives an error of the driver or the server its meaning, by SQLSTATE and constraint name. It is the
@@ -183,12 +209,16 @@ func (c *call) classify(ctx context.Context, err error, lost func() bool) error 
 		pgErr   = new(pgconn.PgError)
 	)
 	errors.As(err, &pgErr)
+	constraint := ""
+	if pgErr.SchemaName == schema {
+		constraint = pgErr.ConstraintName
+	}
 	gaveUp := pgErr.Code == lockNotAvailable || pgErr.Code == queryCanceled && !errors.Is(ctx.Err(), context.Canceled)
 	switch {
 	case errors.As(err, &outcome):
 		return &outcomeError{c.idempotent, withContext(ctx, err)}
 
-	case errors.As(err, &before) && gaveUp:
+	case errors.As(err, &before) && gaveUp && len(c.locks) > 0:
 		return withContext(ctx, c.busy(WhereAdvisory, err))
 
 	case gaveUp && (c.hold == 0 || pgErr.Code == lockNotAvailable):
@@ -199,11 +229,21 @@ func (c *call) classify(ctx context.Context, err error, lost func() bool) error 
 	case ctx.Err() != nil:
 		return withContext(ctx, err)
 
-	case pgErr.Code == uniqueViolation && pgErr.ConstraintName == pendingConstraint:
+	case pgErr.Code == uniqueViolation && constraint == pendingConstraint:
 		return &LimitError{Rule: ErrPendingExists, Used: -1, Limit: c.limit, Requested: 1, Err: err}
 
-	case pgErr.Code == uniqueViolation && pgErr.ConstraintName == idempotencyConstraint:
+	case pgErr.Code == uniqueViolation && slices.Contains(idempotencyConstraints, constraint):
 		return fmt.Errorf("%w: %w", ErrIdempotencyConflict, err)
+
+	case pgErr.Code == checkViolation && constraint == balanceConstraint:
+		return fmt.Errorf("%w: %w", ErrInsufficientFunds, err)
+
+	case pgErr.Code == numericOutOfRange && c.hold == 0:
+		// A writer without the lock changed the balance between the check and the write.
+		return fmt.Errorf("%w: %w", errBalanceRange, err)
+
+	case pgErr.Code == invalidParameterValue && c.hold == 0 && before == nil:
+		return fmt.Errorf("%w: %w", errTimeZone, err)
 
 	case conditions[pgErr.Code] != nil:
 		return fmt.Errorf("%w: %w", conditions[pgErr.Code], err)

@@ -15,9 +15,9 @@ import (
 )
 
 var sentinels = []error{
-	ErrPendingExists, ErrLockBusy, ErrDeadlock, ErrSerialization, ErrOutcomeUnknown, ErrConnectionLost, ErrReadOnly,
-	ErrIsolation, ErrIdempotencyConflict, ErrTooManyLocks, ErrLockOrder, ErrNotFound, ErrNotPending, ErrInvalid,
-	context.Canceled, context.DeadlineExceeded,
+	ErrPendingExists, ErrDailyLimit, ErrInsufficientFunds, ErrLockBusy, ErrDeadlock, ErrSerialization, ErrOutcomeUnknown,
+	ErrConnectionLost, ErrReadOnly, ErrIsolation, ErrIdempotencyConflict, ErrTooManyLocks, ErrLockOrder, ErrNotFound,
+	ErrNotPending, ErrInvalid, context.Canceled, context.DeadlineExceeded,
 }
 
 // requireIs checks that err is each of want and no other sentinel, also when it is wrapped.
@@ -121,6 +121,8 @@ func TestIsRetryable(t *testing.T) {
 		{context.DeadlineExceeded, false},
 		{&InvalidError{"id", "must not be the nil UUID"}, false},
 		{&LimitError{Rule: ErrPendingExists}, false},
+		{&LimitError{Rule: ErrDailyLimit}, false},
+		{ErrInsufficientFunds, false},
 		{&LockBusyError{Where: WherePool}, true},
 		{fmt.Errorf("%w: %w", context.DeadlineExceeded, &LockBusyError{Where: WhereAdvisory}), true},
 		{ErrLockBusy, true},
@@ -155,7 +157,7 @@ func TestClassify(t *testing.T) {
 	expired, cancel := context.WithDeadline(t.Context(), time.Now().Add(-time.Second))
 	defer cancel()
 	code := func(code, constraint string) error {
-		return &pgconn.PgError{Code: code, ConstraintName: constraint, Message: "deadlock detected: lock timeout, commit"}
+		return &pgconn.PgError{Code: code, SchemaName: "latchkey", ConstraintName: constraint, Message: "deadlock detected: lock timeout, commit"}
 	}
 	before := func(err error) error { return &pipeline.BeforeError{Err: err} }
 	outcome := func(err error) error { return &pipeline.OutcomeError{Err: err} }
@@ -182,6 +184,18 @@ func TestClassify(t *testing.T) {
 		{"a wrong isolation level", t.Context(), 0, before(code("25000", "")), false, []error{ErrIsolation}, ""},
 		{"the pending constraint", t.Context(), 0, code("23505", "setup_requests_pending_key"), false, []error{ErrPendingExists}, ""},
 		{"the idempotency constraint", t.Context(), 0, code("23505", "setup_requests_idempotency_key"), false, []error{ErrIdempotencyConflict}, ""},
+		{"the idempotency constraint of accounts", t.Context(), 0, code("23505", "accounts_idempotency_key"), false, []error{ErrIdempotencyConflict}, ""},
+		{"the idempotency constraint of entries", t.Context(), 0, code("23505", "entries_idempotency_key"), false, []error{ErrIdempotencyConflict}, ""},
+		{"the constraint of balances", t.Context(), 0, code("23514", "accounts_balance_check"), false, []error{ErrInsufficientFunds}, ""},
+		{"the constraint of balances in the host's statement", t.Context(), time.Second, code("23514", "accounts_balance_check"), false, []error{ErrInsufficientFunds}, ""},
+		{"the host's constraint of the same name has no meaning", t.Context(), 0, &pgconn.PgError{
+			Code: "23514", SchemaName: "public", ConstraintName: "accounts_balance_check",
+		}, false, nil, ""},
+		{"a balance out of range", t.Context(), 0, code("22003", ""), false, []error{ErrInvalid}, ""},
+		{"a number out of range in the host's statement has no meaning", t.Context(), time.Second, code("22003", ""), false, nil, ""},
+		{"an unknown time zone", t.Context(), 0, code("22023", ""), false, []error{ErrInvalid}, ""},
+		{"a bad setting before the statement has no meaning", t.Context(), 0, before(code("22023", "")), false, nil, ""},
+		{"a bad value in the host's statement has no meaning", t.Context(), time.Second, code("22023", ""), false, nil, ""},
 		{"another unique constraint has no meaning", t.Context(), 0, code("23505", "setup_requests_pkey"), false, nil, ""},
 		{"another code on the pending constraint has no meaning", t.Context(), 0, code("23514", "setup_requests_pending_key"), false, nil, ""},
 		{"a connection that is gone", t.Context(), 0, io.ErrUnexpectedEOF, true, []error{ErrConnectionLost}, ""},

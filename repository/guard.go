@@ -2,6 +2,7 @@ package repository
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 
@@ -43,6 +44,7 @@ const MaxLocks = 1024
 // queries of fn return [ErrLockBusy] and the other errors of this package, with the server's own inside.
 // [ErrInvalid] comes before fn: no lock, more than [MaxLocks], a lock with a bad id, or a nil fn.
 func (r *Repository) Guard(ctx context.Context, locks []Lock, fn func(ctx context.Context, tx *Tx) error) (err error) {
+	err = errNotReturned
 	defer r.done(ctx, "Guard", time.Now(), &err)
 	return r.guard(ctx, &call{locks: locks}, fn)
 }
@@ -50,6 +52,7 @@ func (r *Repository) Guard(ctx context.Context, locks []Lock, fn func(ctx contex
 // TryGuard is [Repository.Guard], except that it waits for no lock: if one of them is held by another session,
 // fn's first query returns [ErrLockBusy] at once, and none is taken.
 func (r *Repository) TryGuard(ctx context.Context, locks []Lock, fn func(ctx context.Context, tx *Tx) error) (err error) {
+	err = errNotReturned
 	defer r.done(ctx, "TryGuard", time.Now(), &err)
 	return r.guard(ctx, &call{locks: locks, try: true}, fn)
 }
@@ -82,9 +85,12 @@ func (r *Repository) guard(ctx context.Context, c *call, fn func(ctx context.Con
 	}
 	c.timeout = r.lockTimeout
 	c.hold = r.holdTimeout
+	cancel := context.CancelFunc(func() {})
+	defer func() { cancel() }() // after the end of the transaction, which reads the rows that fn left open
 	return r.run(ctx, c, func(tx *pipeline.Tx) error {
-		ctx, cancel := context.WithDeadline(ctx, c.started.Add(c.timeout+c.hold))
-		defer cancel()
+		tx.Foreign = true
+		ctx, stop := context.WithDeadline(ctx, c.started.Add(c.timeout+c.hold))
+		cancel = stop
 		if err := fn(ctx, &Tx{tx}); err != nil {
 			return hostError{err}
 		}
@@ -107,12 +113,16 @@ func checkLocks(locks []Lock) error {
 	return nil
 }
 
+// errNotReturned is what the observer is told of a function that panics, or ends its goroutine.
+var errNotReturned = errors.New("the guarded function did not return")
+
 // hostError is an error of the host's function, which is returned as it is.
 type hostError struct{ error }
 
 func (e hostError) Unwrap() error { return e.error }
 
-// Tx is the transaction of a guarded function. It is a DBTX for every sqlc package that is generated for pgx/v5.
+// Tx is the transaction of a guarded function. It is a DBTX for every sqlc package that is generated for pgx/v5 and
+// has no :copyfrom or :batch query.
 // It is for one goroutine: a query while another one runs, or while its rows are open, fails, and after the
 // function has returned every query is [pgx.ErrTxClosed].
 type Tx struct{ tx *pipeline.Tx }

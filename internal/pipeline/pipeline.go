@@ -15,6 +15,7 @@ package pipeline
 import (
 	"context"
 	"errors"
+	"fmt"
 	"slices"
 	"sync"
 	"time"
@@ -53,6 +54,9 @@ type Tx struct {
 	// Commit returns it. The connection is known to be lost or not by then.
 	Explain func(error) error
 
+	// Foreign says that the queries are not latchkey's own, and may be too many to keep prepared.
+	Foreign bool
+
 	conn     *pgx.Conn
 	send     func(context.Context, *pgx.Batch) pgx.BatchResults
 	commit   string
@@ -65,7 +69,8 @@ type Tx struct {
 	open   *reply // whose rows are being read
 	begun  bool
 	ended  bool
-	lost   error // the [OutcomeError] of the last query
+	failed error // why the transaction did not begin or was not committed, or it is not known to have been
+	stale  bool  // a prepared statement does not fit the server any more
 }
 
 type statement struct {
@@ -133,8 +138,12 @@ func (tx *Tx) Commit(ctx context.Context) error {
 	tx.stop()
 	defer tx.mu.Unlock()
 	switch {
-	case tx.ended || tx.lost != nil:
-		return tx.lost
+	case errors.As(tx.failed, new(*OutcomeError)):
+		return tx.failed
+	case tx.failed != nil:
+		return fmt.Errorf("%w: %w", pgx.ErrTxCommitRollback, tx.failed)
+	case tx.ended:
+		return nil
 	case tx.conn.PgConn().TxStatus() == 'E':
 		return pgx.ErrTxCommitRollback
 	}
@@ -158,19 +167,23 @@ func (tx *Tx) stop() {
 const rollbackTimeout = 5 * time.Second
 
 // Rollback undoes the transaction, or all since [Join], and does nothing if it has ended or never began. It
-// works also when ctx has ended, so that the connection need not be closed.
+// works also when ctx has ended, so that the connection need not be closed. A connection whose prepared statements
+// were dropped, or made useless by a change of the schema, is closed.
 func (tx *Tx) Rollback(ctx context.Context) {
 	tx.stop()
 	defer tx.mu.Unlock()
 	over := tx.ended || !tx.begun || tx.conn.IsClosed() || tx.conn.PgConn().TxStatus() == 'I'
 	tx.ended = true
-	if over {
+	if over && !tx.stale {
 		return
 	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), rollbackTimeout)
 	defer cancel()
-	_, err := tx.conn.Exec(ctx, tx.rollback)
-	if err != nil && !tx.joined {
+	var err error
+	if !over {
+		_, err = tx.conn.Exec(ctx, tx.rollback)
+	}
+	if (err != nil || tx.stale) && !tx.joined {
 		_ = tx.conn.Close(ctx)
 	}
 }
@@ -199,30 +212,47 @@ func (tx *Tx) start(ctx context.Context, query *statement, last bool) *reply {
 		return &reply{tx: tx, done: true, err: pgx.ErrTxClosed}
 	case tx.open != nil:
 		return &reply{tx: tx, done: true, err: ErrInUse}
+	case tx.failed != nil: // without its locks, nothing may run
+		return &reply{tx: tx, done: true, err: tx.failed}
 	}
-	batch := tx.batch(query, last)
-	if tx.before != nil && !preparedOn(tx.conn).covers(batch) {
-		if err := tx.begin(ctx); err != nil {
-			return &reply{tx: tx, done: true, err: tx.explain(&BeforeError{err})}
+	if tx.joined && !tx.begun {
+		// An empty batch sends nothing. After the end of the transaction, its connection is somebody else's.
+		if err := tx.send(ctx, &pgx.Batch{}).Close(); err != nil {
+			tx.failed = tx.explain(&BeforeError{err})
+			return &reply{tx: tx, done: true, err: tx.failed}
 		}
-		batch = tx.batch(query, last)
+	}
+	batch := queued(tx.statements(query, last))
+	if tx.before != nil && !preparedOn(tx.conn).covers(batch) {
+		if err := tx.beginAhead(ctx, query, last); err != nil {
+			tx.failed = tx.explain(err)
+			return &reply{tx: tx, done: true, err: tx.failed}
+		}
+		batch = queued(tx.statements(query, last))
 	}
 
 	r := &reply{tx: tx, batch: batch, results: tx.send(ctx, batch), last: last}
 	tx.open = r
-	for range tx.before {
-		if _, err := r.results.Exec(); err != nil {
-			_ = r.finish(&BeforeError{err}) // the query returns it
-			break
-		}
-		tx.begun = true
+	if err := tx.readBefore(r.results, len(tx.before)); err != nil {
+		_ = r.finish(&BeforeError{err}) // the query returns it
 	}
 	tx.before = nil
 	return r
 }
 
-// batch returns what is queued together with the query, if there is one.
-func (tx *Tx) batch(query *statement, last bool) *pgx.Batch {
+// readBefore reads the answers to n of the statements that were queued before the query.
+func (tx *Tx) readBefore(results pgx.BatchResults, n int) error {
+	for range n {
+		if _, err := results.Exec(); err != nil {
+			return err
+		}
+		tx.begun = true
+	}
+	return nil
+}
+
+// statements are those that are queued, together with the query, if there is one.
+func (tx *Tx) statements(query *statement, last bool) []statement {
 	statements := slices.Clone(tx.before)
 	if query != nil {
 		statements = append(statements, *query)
@@ -231,22 +261,37 @@ func (tx *Tx) batch(query *statement, last bool) *pgx.Batch {
 		statements = append(statements, tx.after...)
 		statements = append(statements, statement{sql: tx.commit})
 	}
-	return queued(statements)
+	return statements
 }
 
-// begin sends what is queued before the first query, ahead of it, and the beginning itself ahead of the rest.
-func (tx *Tx) begin(ctx context.Context) error {
-	for _, statements := range [][]statement{tx.before[:1], tx.before[1:]} {
-		batch := queued(statements)
-		err := tx.send(ctx, batch).Close()
-		preparedOn(tx.conn).ran(batch, err)
-		if err != nil {
-			return err
+// beginAhead begins the transaction, and sends what is queued before the query but the last of it, which is what
+// takes the locks: they are still not held across the network. Then it prepares the rest.
+func (tx *Tx) beginAhead(ctx context.Context, query *statement, last bool) error {
+	p := preparedOn(tx.conn)
+	for !tx.begun || len(tx.before) > 1 {
+		ahead := tx.before[:1]
+		if tx.begun || !tx.joined {
+			ahead = tx.before[:max(1, len(tx.before)-1)]
 		}
-		tx.begun = true
+		if err := p.name(ctx, tx.conn, ahead); err != nil {
+			return &BeforeError{err}
+		}
+		batch := queued(ahead)
+		results := tx.send(ctx, batch)
+		err := tx.readBefore(results, len(ahead))
+		if closeErr := results.Close(); err == nil {
+			err = closeErr
+		}
+		p.ran(batch, err)
+		if err != nil {
+			return &BeforeError{err}
+		}
+		tx.before = tx.before[len(ahead):]
 	}
-	tx.before = nil
-	return nil
+	if tx.Foreign {
+		query = nil
+	}
+	return p.name(ctx, tx.conn, tx.statements(query, last))
 }
 
 func queued(statements []statement) *pgx.Batch {

@@ -1,23 +1,31 @@
 package pipeline
 
 import (
+	"context"
+
 	"github.com/jackc/pgx/v5"
 )
 
-// prepared is what is known of the statements that pgx has prepared or described on a connection.
+// prepared is what is known of the statements that are prepared or described on a connection.
 //
 // pgx does that for all new statements of a batch before it sends the batch, so before BEGIN and before any
 // timeout is set. A statement waits then, as it does when it runs, for whoever is changing its table; and one that
-// cannot be prepared would abort the transaction that was to be joined, with no savepoint to go back to. So a batch
-// with a new statement begins its transaction on its own.
+// cannot be prepared would abort the transaction that was to be joined, with no savepoint to go back to. So where
+// there is a new statement, the transaction is begun ahead of it.
 type prepared struct {
-	unneeded bool // the exec mode sends statements as they are
-	repeated bool // the exec mode describes them each time
-	known    map[string]bool
+	mode pgx.QueryExecMode
+
+	// pgx forgets each statement of a batch that failed, although nothing is wrong with it: a try that found the
+	// lock held would make the next call prepare all of them anew. So in the mode that prepares, latchkey's own
+	// are prepared by name, for as long as the connection lives.
+	named map[string]bool
+
+	// cached are in pgx's cache.
+	cached map[string]bool
 }
 
-// maxKnown is the size of pgx's own cache; beyond it, what is known may have been forgotten there.
-const maxKnown = 512
+// maxCached is the size of pgx's own cache; beyond it, what is here may have been forgotten there.
+const maxCached = 512
 
 // preparedOn returns what is known of conn's statements. It is kept in the connection.
 func preparedOn(conn *pgx.Conn) *prepared {
@@ -25,13 +33,10 @@ func preparedOn(conn *pgx.Conn) *prepared {
 	if p, ok := data["latchkey"].(*prepared); ok {
 		return p
 	}
-	p := &prepared{known: make(map[string]bool)}
-	switch conn.Config().DefaultQueryExecMode {
-	case pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol:
-		p.unneeded = true
-	case pgx.QueryExecModeDescribeExec:
-		p.repeated = true
-	default: // the two modes with a cache
+	p := &prepared{
+		mode:   conn.Config().DefaultQueryExecMode,
+		named:  make(map[string]bool),
+		cached: make(map[string]bool),
 	}
 	data["latchkey"] = p
 	return p
@@ -39,27 +44,47 @@ func preparedOn(conn *pgx.Conn) *prepared {
 
 // covers tells whether pgx will send the batch as it is.
 func (p *prepared) covers(batch *pgx.Batch) bool {
-	if p.unneeded || p.repeated {
-		return p.unneeded
+	switch p.mode {
+	case pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol:
+		return true
+	case pgx.QueryExecModeDescribeExec:
+		return false
+	default: // the two modes with a cache
 	}
 	for _, q := range batch.QueuedQueries {
-		if !p.known[q.SQL] {
+		if !p.named[q.SQL] && !p.cached[q.SQL] {
 			return false
 		}
 	}
 	return true
 }
 
-// ran notes how a batch went. After an error pgx prepares its statements anew.
-func (p *prepared) ran(batch *pgx.Batch, err error) {
-	if p.unneeded || p.repeated {
-		return
+// name prepares the statements by name, if the mode is the one that prepares.
+func (p *prepared) name(ctx context.Context, conn *pgx.Conn, statements []statement) error {
+	if p.mode != pgx.QueryExecModeCacheStatement {
+		return nil
 	}
-	if err != nil || len(p.known) > maxKnown {
-		clear(p.known)
+	for _, s := range statements {
+		if p.named[s.sql] {
+			continue
+		}
+		if _, err := conn.Prepare(ctx, s.sql, s.sql); err != nil { // pgx shortens the name
+			return err
+		}
+		p.named[s.sql] = true
+	}
+	return nil
+}
+
+// ran notes how a batch went.
+func (p *prepared) ran(batch *pgx.Batch, err error) {
+	if err != nil || len(p.cached) > maxCached {
+		clear(p.cached)
 		return
 	}
 	for _, q := range batch.QueuedQueries {
-		p.known[q.SQL] = true
+		if !p.named[q.SQL] {
+			p.cached[q.SQL] = true
+		}
 	}
 }

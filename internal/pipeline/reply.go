@@ -61,12 +61,18 @@ func (r *reply) finish(err error) error {
 		err = closeErr
 	}
 	preparedOn(r.tx.conn).ran(r.batch, err)
+	var pgErr *pgconn.PgError
+	if errors.As(err, &pgErr) && (pgErr.Code == "26000" || pgErr.Code == "0A000") {
+		r.tx.stale = true // 26000: there is no such statement; 0A000: its result type has changed
+	}
+	// Also when the error names an earlier statement: the server may have gone on without us.
 	if err != nil && r.last && !r.tx.joined && r.tx.conn.IsClosed() && !uncommitted(err) {
-		// Also when the error names an earlier statement: the server may have gone on without us.
-		err = r.tx.explain(&OutcomeError{err})
-		r.tx.lost = err
-	} else {
-		err = r.tx.explain(err)
+		err = &OutcomeError{err}
+	}
+	fatal := errors.As(err, new(*BeforeError)) || r.last && err != nil && (pgErr != nil || r.tx.conn.IsClosed())
+	err = r.tx.explain(err)
+	if fatal {
+		r.tx.failed = err
 	}
 	r.tx.open = nil
 	// Also after an error of this side's own, such as one of Scan: the server ran all that was sent.
