@@ -1,7 +1,7 @@
 -- Creates the schema latchkey and the function that turns a namespace and an id into a lock key.
 --
 -- Locks: none that anything else waits for; new objects only. Scans and rewrites nothing.
--- By hand: psql -1 -v ON_ERROR_STOP=1 -f 000001_create_schema.up.sql
+-- By hand: psql -1 -v ON_ERROR_STOP=1 -f 000001_create_schema.up.sql, and record the version (README).
 SET LOCAL lock_timeout = '3s';
 SET LOCAL search_path = pg_catalog, pg_temp;
 

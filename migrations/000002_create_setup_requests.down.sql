@@ -1,7 +1,7 @@
 -- Drops the table of setup requests, and refuses to while it holds any row.
 --
 -- Locks: ACCESS EXCLUSIVE on setup_requests until the end of the transaction, waited for at most 3 s.
--- By hand: psql -1 -v ON_ERROR_STOP=1 -f 000002_create_setup_requests.down.sql
+-- By hand: psql -1 -v ON_ERROR_STOP=1 -f 000002_create_setup_requests.down.sql, and record the version (README).
 SET LOCAL lock_timeout = '3s';
 SET LOCAL search_path = pg_catalog, pg_temp;
 

@@ -8,7 +8,7 @@
 -- covers it too, and a repeat finds the first row by one index.
 --
 -- Locks: none that anything else waits for; new objects only. Scans and rewrites nothing.
--- By hand: psql -1 -v ON_ERROR_STOP=1 -f 000002_create_setup_requests.up.sql
+-- By hand: psql -1 -v ON_ERROR_STOP=1 -f 000002_create_setup_requests.up.sql, and record the version (README).
 SET LOCAL lock_timeout = '3s';
 SET LOCAL search_path = pg_catalog, pg_temp;
 

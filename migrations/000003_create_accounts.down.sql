@@ -1,7 +1,7 @@
 -- Drops the tables of accounts, entries and transfers, and refuses to while they hold any row.
 --
 -- Locks: ACCESS EXCLUSIVE on all three until the end of the transaction, each waited for at most 3 s.
--- By hand: psql -1 -v ON_ERROR_STOP=1 -f 000003_create_accounts.down.sql
+-- By hand: psql -1 -v ON_ERROR_STOP=1 -f 000003_create_accounts.down.sql, and record the version (README).
 SET LOCAL lock_timeout = '3s';
 SET LOCAL search_path = pg_catalog, pg_temp;
 

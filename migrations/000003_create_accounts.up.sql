@@ -11,7 +11,7 @@
 -- its owner, so the lock covers it too, and a repeat finds the first row by one index.
 --
 -- Locks: none that anything else waits for; new objects only. Scans and rewrites nothing.
--- By hand: psql -1 -v ON_ERROR_STOP=1 -f 000003_create_accounts.up.sql
+-- By hand: psql -1 -v ON_ERROR_STOP=1 -f 000003_create_accounts.up.sql, and record the version (README).
 SET LOCAL lock_timeout = '3s';
 SET LOCAL search_path = pg_catalog, pg_temp;
 

@@ -1,7 +1,7 @@
 -- Creates the view that shows who holds or waits for an advisory lock of this database.
 --
 -- Locks: none that anything else waits for; a new view only. Scans and rewrites nothing.
--- By hand: psql -1 -v ON_ERROR_STOP=1 -f 000004_create_lock_activity.up.sql
+-- By hand: psql -1 -v ON_ERROR_STOP=1 -f 000004_create_lock_activity.up.sql, and record the version (README).
 SET LOCAL lock_timeout = '3s';
 SET LOCAL search_path = pg_catalog, pg_temp;
 
@@ -32,5 +32,5 @@ COMMENT ON COLUMN latchkey.lock_activity.exclusive IS 'False for a shared lock.'
 COMMENT ON COLUMN latchkey.lock_activity.granted IS 'True for a holder, false for one who waits.';
 COMMENT ON COLUMN latchkey.lock_activity.pid IS 'The server process; 0 for a prepared transaction.';
 COMMENT ON COLUMN latchkey.lock_activity.waiting_since IS 'When the wait began; NULL for a holder.';
-COMMENT ON COLUMN latchkey.lock_activity.transaction_start IS 'When the session''s transaction began; NULL for a lock of the session outside any.';
+COMMENT ON COLUMN latchkey.lock_activity.transaction_start IS 'When the session''s transaction began; NULL outside any, and where this role may not see it.';
 COMMENT ON COLUMN latchkey.lock_activity.blocked_by IS 'The pids that hold the lock, or wait for it earlier; empty for a holder.';

@@ -1,8 +1,8 @@
 // Package migrations holds latchkey's schema as plain SQL files and applies them with golang-migrate.
 //
 // A host calls [Up] when it starts, in every replica, or hands the files in [FS] to its own tool. The version
-// is kept in [Table], so latchkey's migrations and the host's never see each other. To apply the files with
-// the migrate program instead, give it x-migrations-table-quoted=1 and that table.
+// is kept in [Table], so latchkey's migrations and the host's never see each other. Whoever applies a file by hand
+// records its version there, or [Up] would apply it again.
 //
 // Each file runs in one transaction together with the row that records its version: a migration that fails,
 // or whose process is killed, leaves the version before it, never a dirty one.
@@ -57,8 +57,9 @@ func Up(ctx context.Context, pool *pgxpool.Pool) error {
 	return run(ctx, pool, "up", (*migrate.Migrate).Up)
 }
 
-// Down takes back all migrations, and does nothing if none is applied. A migration whose table holds rows
-// refuses, with SQLSTATE 55000, and stays. The schema latchkey stays, with the empty [Table].
+// Down takes back all migrations, the latest first, and does nothing if none is applied. One whose table holds rows
+// refuses, with SQLSTATE 55000, and stays, as do those before it; those after it are undone by then, and the grants
+// on them. The schema latchkey stays, with [Table].
 //
 // Its concurrency and errors are those of [Up].
 func Down(ctx context.Context, pool *pgxpool.Pool) error {
@@ -99,7 +100,7 @@ func run(ctx context.Context, pool *pgxpool.Pool, direction string, apply func(*
 	case errors.Is(err, migrate.ErrNoChange):
 		return nil
 	case errors.Is(err, fs.ErrNotExist):
-		return fmt.Errorf("migrations: %s: %w: %w", direction, ErrAhead, err)
+		return fmt.Errorf("migrations: %s: %w", direction, ErrAhead)
 	case err != nil:
 		return fmt.Errorf("migrations: %s: %w", direction, err)
 	}

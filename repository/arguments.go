@@ -38,8 +38,11 @@ func (o *ListOpts) page() (limit int32, after Cursor, err error) {
 	case o.Limit > 0:
 		limit = int32(o.Limit)
 	}
-	if after == (Cursor{}) {
+	switch {
+	case after == (Cursor{}):
 		after = afterAll
+	case after.CreatedAt.IsZero() || after.ID == uuid.Nil:
+		return 0, Cursor{}, &InvalidError{"After", "must be the Cursor of a row"}
 	}
 	return limit, after, nil
 }

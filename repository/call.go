@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -166,7 +167,14 @@ func (r *Repository) read(ctx context.Context, query func(*db.Queries) error) er
 	return nil
 }
 
-// refused tells whether err means that there is no connection to be had.
+// refused tells whether err means that there is no connection to be had now. A wrong password, role or database
+// does not pass.
 func refused(err error) func() bool {
-	return func() bool { return errors.As(err, new(*pgconn.ConnectError)) }
+	return func() bool {
+		var pgErr *pgconn.PgError
+		if errors.As(err, &pgErr) && (strings.HasPrefix(pgErr.Code, "28") || pgErr.Code == "3D000") {
+			return false
+		}
+		return errors.As(err, new(*pgconn.ConnectError))
+	}
 }

@@ -38,12 +38,12 @@ var (
 	// call may or may not have been committed. With an idempotency key, make the same call again and it tells.
 	ErrOutcomeUnknown = errors.New("outcome unknown")
 
-	// ErrConnectionLost means that there was no connection, or it ended before COMMIT was sent. Nothing was
-	// written.
+	// ErrConnectionLost means that no connection could be made, or it ended before COMMIT was sent. Nothing was
+	// written. A login that the server refuses is not among these, but its own error.
 	ErrConnectionLost = errors.New("connection lost")
 
-	// ErrReadOnly means that the server takes no writes: it is a standby, or a primary that was demoted. The
-	// connection is closed, so that the next call gets another one.
+	// ErrReadOnly means that the server takes no writes: it is a standby, a primary that was demoted, or its
+	// default_transaction_read_only is on. The connection is closed, so that the next call gets another one.
 	ErrReadOnly = errors.New("server is read-only")
 
 	// ErrIsolation means that the transaction to join is not READ COMMITTED, or is READ ONLY.
@@ -137,8 +137,8 @@ func unwrap(kind, cause error) []error {
 }
 
 // IsRetryable says whether the same call may be made again as it is, with a fresh context: nothing was written,
-// and the reason may pass. After [ErrOutcomeUnknown] that is so only if the call had an idempotency key. For a
-// method that joins a transaction, a lost connection means to run the whole transaction again.
+// and the reason may pass. It is also true of [ErrOutcomeUnknown] if the call had an idempotency key. For a method
+// that joins a transaction, a deadlock or a lost connection means to roll that back and run all of it again.
 func IsRetryable(err error) bool {
 	var unknown *outcomeError
 	if errors.As(err, &unknown) {

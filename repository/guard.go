@@ -20,7 +20,7 @@ const MaxLocks = 1024
 // Guard runs fn under locks, in a READ COMMITTED transaction of its own, and commits it if fn returns nil. It is
 // for a rule of the host's, over its own tables and its own sqlc package:
 //
-//	locks := []repository.Lock{accounts.Exclusive(id)}
+//	locks := []repository.Lock{tickets.Exclusive(id)}
 //	err := repo.Guard(ctx, locks, func(ctx context.Context, tx *repository.Tx) error {
 //		n, err := hostdb.New(tx).CountOpen(ctx, id)
 //		if err != nil {
@@ -89,7 +89,7 @@ func (r *Repository) guard(ctx context.Context, c *call, fn func(ctx context.Con
 	defer func() { cancel() }() // after the end of the transaction, which reads the rows that fn left open
 	return r.run(ctx, c, func(tx *pipeline.Tx) error {
 		tx.Foreign = true
-		ctx, stop := context.WithDeadline(ctx, c.started.Add(c.timeout+c.hold))
+		ctx, stop := context.WithDeadline(ctx, c.started.Add(c.timeout+c.hold)) //nolint:gosec // it is called, above
 		cancel = stop
 		if err := fn(ctx, &Tx{tx}); err != nil {
 			return hostError{err}
@@ -145,7 +145,10 @@ func (t *Tx) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
 // Last returns a DBTX whose query is the last: COMMIT travels with it, and the locks are freed before its answer
 // has come back. When it returns without an error, Scan and Rows.Err included, the transaction is committed, and
 // nothing that fn does later can undo it.
-func (t *Tx) Last() db.DBTX { return t.tx.Last() }
+func (t *Tx) Last() DBTX { return t.tx.Last() }
+
+// DBTX is what sqlc's New takes, in every package that it generates for pgx/v5.
+type DBTX = db.DBTX
 
 // TxFromConn returns the transaction that is open on conn as one that can be joined, for a host that began it
 // through database/sql and pgx's stdlib driver:

@@ -23,7 +23,7 @@ func Key(namespace, id string) (int64, error) {
 	return lockkey.Sum(namespace, id), nil
 }
 
-// Namespace is a kind of thing that is locked, such as "account". Locks of different namespaces never meet.
+// Namespace is a kind of thing that is locked, such as "ticket". Locks of different namespaces never meet.
 // Declare each once, as a package-level variable, with [MustNamespace].
 type Namespace struct {
 	name string
@@ -48,7 +48,8 @@ var namespaces = struct {
 
 // NewNamespace declares a namespace for this process. It returns [ErrInvalid] if the name does not match
 // [a-z][a-z0-9_]{0,62}, or is declared already: two parts of a program that use one name for different things
-// would wait for each other. It is safe for concurrent use.
+// would wait for each other. latchkey's own are setup_request, account and account_owner. It is safe for concurrent
+// use.
 func NewNamespace(name string, opts ...NamespaceOption) (Namespace, error) {
 	if err := lockkey.CheckNamespace(name); err != nil {
 		return Namespace{}, &InvalidError{"name", err.Error()}

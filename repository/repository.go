@@ -1,10 +1,16 @@
 // Package repository runs business rules that a constraint cannot say, such as "at most N pending requests per
-// user", so that no two calls can break them together: latchkey's own, and by [Repository.Guard] the host's. Each runs as lock, check, write in one short READ
-// COMMITTED transaction, whatever the default isolation level is, and costs one network round trip.
+// user", so that no two calls can break them together: latchkey's own, and by [Repository.Guard] the host's. Each
+// runs as lock, check, write in one short READ COMMITTED transaction, whatever the default isolation level is.
 //
-// The lock is pg_advisory_xact_lock on [Key], and is held for the server's work only. Waiting for it is
-// bounded: [WithLockTimeout]. Errors are told apart with [errors.Is]; [IsRetryable] says which calls may simply
-// be made again. Arguments are checked before anything is sent: [ErrInvalid].
+// A call costs one network round trip, once the connection has prepared its statements: a few more the first time,
+// and always where pgx's query exec mode is describe_exec. The lock is pg_advisory_xact_lock on [Key], and is held
+// for the server's work only. Waiting for it is bounded: [WithLockTimeout]. What bounds the network is the context:
+// a server that never answers is waited for as long as that lasts.
+//
+// Errors are told apart with [errors.Is]; [IsRetryable] says which calls may simply be made again. Arguments are
+// checked before anything is sent: [ErrInvalid]. Beside the errors that its own doc names, any call can return
+// [ErrConnectionLost], [ErrReadOnly], [ErrDeadlock], [ErrSerialization], [ErrTooManyLocks] and the context's; and
+// one that writes, [ErrOutcomeUnknown].
 //
 // The schema comes from package migrations, the statements from package queries.
 package repository
@@ -53,8 +59,9 @@ func WithLockTimeout(d time.Duration) Option {
 
 // WithHoldTimeout bounds how long the function of [Repository.Guard] may take once it may have its locks, so that
 // a function that hangs does not hang the others: its context ends, and the server ends a transaction that sends
-// nothing for so long, unless the role or the database sets idle_in_transaction_session_timeout itself. It is
-// [DefaultHoldTimeout] if not given or 0; otherwise from 1 ms to 24 days.
+// nothing for so long, unless the role or the database sets idle_in_transaction_session_timeout itself. The
+// function's next query is [ErrConnectionLost] then. It is [DefaultHoldTimeout] if not given or 0; otherwise from
+// 1 ms to 24 days.
 func WithHoldTimeout(d time.Duration) Option {
 	return Option{"WithHoldTimeout", func(r *Repository) (err error) {
 		r.holdTimeout, err = timeout("HoldTimeout", d, DefaultHoldTimeout)

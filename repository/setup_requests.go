@@ -44,7 +44,7 @@ type CreateSetupOpts struct {
 	// IdempotencyKey makes the call safe to repeat: a later call for the same user with the same key returns
 	// the first call's request, as it is by then, and uses no quota. At most 255 bytes of UTF-8 without NUL;
 	// empty is none. It is the user's: the same key of another user is another key. It is kept as long as the
-	// request is.
+	// request is. MaxPending must be the same too, so a repeat across a change of the limit is a conflict.
 	IdempotencyKey string
 }
 
@@ -57,7 +57,7 @@ var setupNamespace = MustNamespace("setup_request")
 // CreateSetup creates a pending request of the user, unless MaxPending are pending already.
 //
 // It opens a transaction of its own, takes the lock setup_request:<userID> in it, and returns after COMMIT; all
-// in one round trip. Calls for one user run one after the other, calls for different users do not meet.
+// in one round trip, once the connection has prepared the statements. Calls for one user run one after the other, calls for different users do not meet.
 //
 // Errors, beside those that the package names for every call: [ErrPendingExists], a [LimitError]; [ErrLockBusy],
 // a [LockBusyError]; [ErrIdempotencyConflict] if the key was used with another MaxPending; [ErrInvalid].
@@ -193,7 +193,8 @@ func (r *Repository) endSetup(ctx context.Context, id uuid.UUID, status SetupSta
 	}), nil
 }
 
-// GetSetup returns a request, or [ErrNotFound]. It takes no lock and opens no transaction.
+// GetSetup returns a request, or [ErrNotFound]. It takes no lock and opens no transaction. It waits for a connection
+// as long as ctx lets it, as all methods do that only read.
 func (r *Repository) GetSetup(ctx context.Context, id uuid.UUID) (_ *SetupRequest, err error) {
 	defer r.done(ctx, "GetSetup", time.Now(), &err)
 	if id == uuid.Nil {

@@ -112,11 +112,11 @@ func URL(t testing.TB) string {
 func URLForExample() (url string, drop func()) {
 	url, dropDatabase, err := server.NewDatabase(context.Background())
 	if err != nil {
-		panic(err)
+		panic(err) //nolint:forbidigo // an Example has nobody to return an error to
 	}
 	return url, func() {
 		if err := dropDatabase(context.Background()); err != nil {
-			panic(err)
+			panic(err) //nolint:forbidigo // an Example has nobody to return an error to
 		}
 	}
 }
