@@ -141,12 +141,13 @@ SELECT
     CASE
         WHEN pg_catalog.current_setting('transaction_isolation') = 'read committed'
             AND pg_catalog.current_setting('transaction_read_only') = 'off' THEN true
+        WHEN pg_catalog.pg_is_in_recovery() THEN latchkey.raise_error('25006', 'server is a standby')
         ELSE latchkey.raise_error('25000', 'transaction is not READ COMMITTED, READ WRITE')
     END
 `
 
 // TxRequireReadCommitted raises 25000 unless the transaction is READ COMMITTED and may write. At any other
-// level the statement after the lock would not see what the last holder committed.
+// level the statement after the lock would not see what the last holder committed. On a standby it raises 25006.
 //
 // Locks: none.
 func (q *Queries) TxRequireReadCommitted(ctx context.Context) error {

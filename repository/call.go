@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -40,6 +41,11 @@ func (r *Repository) run(ctx context.Context, c *call, fn func(tx *pipeline.Tx) 
 		return err
 	}
 	if c.outer != nil {
+		release, err := claim(c.outer)
+		if err != nil {
+			return err
+		}
+		defer release()
 		if err := r.checkOrder(ctx, c); err != nil {
 			return err
 		}
@@ -75,10 +81,11 @@ func (c *call) runIn(ctx context.Context, tx *pipeline.Tx, conn *pgx.Conn, fn fu
 
 // queueLocks queues what bounds the wait, and the locks. Errors come from the first query.
 func (c *call) queueLocks(ctx context.Context, before *db.Queries) error {
-	budget := (c.timeout - time.Since(c.started)).Milliseconds()
-	if budget < 1 { // to the server, 0 is for ever
+	left := c.timeout - time.Since(c.started)
+	if left <= 0 {
 		return c.busy(WherePool, nil)
 	}
+	budget := int64((left + time.Millisecond - 1) / time.Millisecond) // to the server, 0 is for ever
 	locks := db.LockAllParams{
 		Keys:      make([]int64, len(c.locks)),
 		Exclusive: make([]bool, len(c.locks)),
@@ -140,12 +147,33 @@ func (c *call) busy(where string, err error) error {
 	return busy
 }
 
+// joining holds the connections whose transactions are being joined at this moment.
+var joining sync.Map
+
+// claim makes sure that a transaction of the caller's is joined by one goroutine at a time: pgx finds out only when
+// it is too late.
+func claim(outer pgx.Tx) (release func(), err error) {
+	conn := outer.Conn()
+	if conn == nil {
+		return nil, &InvalidError{"tx", "must have a connection"}
+	}
+	if _, taken := joining.LoadOrStore(conn, true); taken {
+		return nil, pipeline.ErrInUse
+	}
+	return func() { joining.Delete(conn) }, nil
+}
+
 // readIn runs a query in a transaction of the caller's, which can be used on after an error, or without one as
 // read does.
 func (r *Repository) readIn(ctx context.Context, outer pgx.Tx, query func(*db.Queries) error) error {
 	if outer == nil {
 		return r.read(ctx, query)
 	}
+	release, err := claim(outer)
+	if err != nil {
+		return err
+	}
+	defer release()
 	c := call{started: time.Now()}
 	tx := pipeline.Join(outer)
 	defer tx.Rollback(ctx)

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/jackc/pgx/v5"
@@ -174,6 +175,7 @@ const (
 	lockNotAvailable      = "55P03"
 	queryCanceled         = "57014"
 	uniqueViolation       = "23505"
+	noSuchStatement       = "26000"
 	checkViolation        = "23514"
 	numericOutOfRange     = "22003"
 	invalidParameterValue = "22023"
@@ -248,10 +250,24 @@ func (c *call) classify(ctx context.Context, err error, lost func() bool) error 
 	case conditions[pgErr.Code] != nil:
 		return fmt.Errorf("%w: %w", conditions[pgErr.Code], err)
 
-	case !errors.Is(err, pgx.ErrTxClosed) && lost():
+	case isArgument(err), errors.Is(err, pgx.ErrTxClosed):
+		return err
+
+	case c.outer == nil && pgErr.Code == noSuchStatement:
+		// The host dropped what was prepared on the connection, which is closed for that.
+		return fmt.Errorf("%w: %w", ErrConnectionLost, err)
+
+	case lost():
 		return fmt.Errorf("%w: %w", ErrConnectionLost, err)
 	}
 	return err
+}
+
+// isArgument tells whether an argument of a query could not be encoded. pgx closes the connection then, although
+// nothing was sent and nothing is wrong with it, and says only in the text that it was that.
+func isArgument(err error) bool {
+	var before pgx.ErrPreprocessingBatch
+	return errors.As(err, &before) && strings.HasPrefix(before.Error(), "error preprocessing batch (build)")
 }
 
 // withContext makes sure that the context's own error is in err.

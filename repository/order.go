@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	"github.com/latchkey-go/latchkey/db"
+	"github.com/latchkey-go/latchkey/internal/pipeline"
 )
 
 // LockOrderError says that a transaction which holds one lock asked for another that must come before it. If a
@@ -45,16 +46,19 @@ func (r *Repository) checkOrder(ctx context.Context, c *call) error {
 	if !r.lockOrderCheck && r.observer.LockOrder == nil {
 		return nil
 	}
-	held, err := db.New(c.outer).LockListHeld(ctx, maxHeld)
+	tx := pipeline.Join(c.outer)
+	defer tx.Rollback(ctx)
+	tx.Explain = func(err error) error { return c.classify(ctx, err, c.outer.Conn().IsClosed) }
+	held, err := db.New(tx.Last()).LockListHeld(ctx, maxHeld)
 	if err != nil {
-		return c.classify(ctx, err, c.outer.Conn().IsClosed)
+		return err
 	}
 	mine := make(map[int64]bool, len(held))
 	for _, h := range held {
 		mine[h.Key] = mine[h.Key] || h.Exclusive
 	}
 	for _, l := range c.locks {
-		asked := nameOf(l.key())
+		asked := LockName{Namespace: l.namespace.name, ID: l.id, Key: l.key(), Rank: l.namespace.rank}
 		if exclusive, ok := mine[asked.Key]; ok && (exclusive || !l.exclusive) {
 			continue // held already, so there is nothing to wait for
 		}

@@ -144,7 +144,7 @@ func (tx *Tx) Commit(ctx context.Context) error {
 		return fmt.Errorf("%w: %w", pgx.ErrTxCommitRollback, tx.failed)
 	case tx.ended:
 		return nil
-	case tx.conn.PgConn().TxStatus() == 'E':
+	case tx.begun && tx.conn.PgConn().TxStatus() == 'E':
 		return pgx.ErrTxCommitRollback
 	}
 	return tx.start(ctx, nil, true).finish(nil)
@@ -183,7 +183,10 @@ func (tx *Tx) Rollback(ctx context.Context) {
 	if !over {
 		_, err = tx.conn.Exec(ctx, tx.rollback)
 	}
-	if (err != nil || tx.stale) && !tx.joined {
+	switch {
+	case tx.joined && tx.stale:
+		preparedOn(tx.conn).forget(ctx, tx.conn)
+	case !tx.joined && (tx.stale || err != nil):
 		_ = tx.conn.Close(ctx)
 	}
 }
@@ -214,6 +217,8 @@ func (tx *Tx) start(ctx context.Context, query *statement, last bool) *reply {
 		return &reply{tx: tx, done: true, err: ErrInUse}
 	case tx.failed != nil: // without its locks, nothing may run
 		return &reply{tx: tx, done: true, err: tx.failed}
+	case tx.begun && !tx.conn.IsClosed() && tx.conn.PgConn().TxStatus() == 'I': // by a COMMIT that was a query
+		return &reply{tx: tx, done: true, err: pgx.ErrTxClosed}
 	}
 	if tx.joined && !tx.begun {
 		// An empty batch sends nothing. After the end of the transaction, its connection is somebody else's.
@@ -222,16 +227,16 @@ func (tx *Tx) start(ctx context.Context, query *statement, last bool) *reply {
 			return &reply{tx: tx, done: true, err: tx.failed}
 		}
 	}
-	batch := queued(tx.statements(query, last))
-	if tx.before != nil && !preparedOn(tx.conn).covers(batch) {
+	statements := tx.statements(query, last)
+	if tx.before != nil && !preparedOn(tx.conn).covers(statements) {
 		if err := tx.beginAhead(ctx, query, last); err != nil {
 			tx.failed = tx.explain(err)
 			return &reply{tx: tx, done: true, err: tx.failed}
 		}
-		batch = queued(tx.statements(query, last))
+		statements = tx.statements(query, last)
 	}
 
-	r := &reply{tx: tx, batch: batch, results: tx.send(ctx, batch), last: last}
+	r := &reply{tx: tx, statements: statements, results: tx.send(ctx, queued(statements)), last: last}
 	tx.open = r
 	if err := tx.readBefore(r.results, len(tx.before)); err != nil {
 		_ = r.finish(&BeforeError{err}) // the query returns it
@@ -276,14 +281,14 @@ func (tx *Tx) beginAhead(ctx context.Context, query *statement, last bool) error
 		if err := p.name(ctx, tx.conn, ahead); err != nil {
 			return &BeforeError{err}
 		}
-		batch := queued(ahead)
-		results := tx.send(ctx, batch)
+		results := tx.send(ctx, queued(ahead))
 		err := tx.readBefore(results, len(ahead))
 		if closeErr := results.Close(); err == nil {
 			err = closeErr
 		}
-		p.ran(batch, err)
+		p.ran(ahead, err)
 		if err != nil {
+			tx.stale = isStale(err)
 			return &BeforeError{err}
 		}
 		tx.before = tx.before[len(ahead):]

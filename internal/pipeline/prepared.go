@@ -2,8 +2,10 @@ package pipeline
 
 import (
 	"context"
+	"errors"
 
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgconn"
 )
 
 // prepared is what is known of the statements that are prepared or described on a connection.
@@ -42,8 +44,8 @@ func preparedOn(conn *pgx.Conn) *prepared {
 	return p
 }
 
-// covers tells whether pgx will send the batch as it is.
-func (p *prepared) covers(batch *pgx.Batch) bool {
+// covers tells whether pgx will send the statements as they are.
+func (p *prepared) covers(statements []statement) bool {
 	switch p.mode {
 	case pgx.QueryExecModeExec, pgx.QueryExecModeSimpleProtocol:
 		return true
@@ -51,8 +53,8 @@ func (p *prepared) covers(batch *pgx.Batch) bool {
 		return false
 	default: // the two modes with a cache
 	}
-	for _, q := range batch.QueuedQueries {
-		if !p.named[q.SQL] && !p.cached[q.SQL] {
+	for _, s := range statements {
+		if !p.named[s.sql] && !p.cached[s.sql] {
 			return false
 		}
 	}
@@ -76,15 +78,30 @@ func (p *prepared) name(ctx context.Context, conn *pgx.Conn, statements []statem
 	return nil
 }
 
-// ran notes how a batch went.
-func (p *prepared) ran(batch *pgx.Batch, err error) {
+// ran notes how a batch of the statements went.
+func (p *prepared) ran(statements []statement, err error) {
 	if err != nil || len(p.cached) > maxCached {
 		clear(p.cached)
 		return
 	}
-	for _, q := range batch.QueuedQueries {
-		if !p.named[q.SQL] {
-			p.cached[q.SQL] = true
+	for _, s := range statements {
+		if !p.named[s.sql] {
+			p.cached[s.sql] = true
 		}
 	}
+}
+
+// forget drops the statements that were prepared by name.
+func (p *prepared) forget(ctx context.Context, conn *pgx.Conn) {
+	for sql := range p.named {
+		_ = conn.Deallocate(ctx, sql) // pgx forgets it also where the server has done so already
+	}
+	clear(p.named)
+}
+
+// isStale tells whether err says that a prepared statement is gone, or returns other types than when it was
+// prepared.
+func isStale(err error) bool {
+	var pgErr *pgconn.PgError
+	return errors.As(err, &pgErr) && (pgErr.Code == "26000" || pgErr.Routine == "RevalidateCachedQuery")
 }

@@ -11,14 +11,14 @@ import (
 // reply reads what the server answers to one network write: to the query, and if that was the last, to the
 // statements after it and to COMMIT. Its Tx is locked by whoever calls it.
 type reply struct {
-	tx      *Tx
-	batch   *pgx.Batch
-	results pgx.BatchResults
-	rows    pgx.Rows // of the query, if it has any
-	last    bool
-	ran     bool // the query did, as far as the server is concerned
-	done    bool
-	err     error
+	tx         *Tx
+	statements []statement // that were sent
+	results    pgx.BatchResults
+	rows       pgx.Rows // of the query, if it has any
+	last       bool
+	ran        bool // the query did, as far as the server is concerned
+	done       bool
+	err        error
 }
 
 func (r *reply) exec() (pgconn.CommandTag, error) {
@@ -60,11 +60,10 @@ func (r *reply) finish(err error) error {
 	if closeErr := r.results.Close(); err == nil && !committed {
 		err = closeErr
 	}
-	preparedOn(r.tx.conn).ran(r.batch, err)
+	preparedOn(r.tx.conn).ran(r.statements, err)
+	r.tx.stale = r.tx.stale || isStale(err)
 	var pgErr *pgconn.PgError
-	if errors.As(err, &pgErr) && (pgErr.Code == "26000" || pgErr.Code == "0A000") {
-		r.tx.stale = true // 26000: there is no such statement; 0A000: its result type has changed
-	}
+	errors.As(err, &pgErr)
 	// Also when the error names an earlier statement: the server may have gone on without us.
 	if err != nil && r.last && !r.tx.joined && r.tx.conn.IsClosed() && !uncommitted(err) {
 		err = &OutcomeError{err}
@@ -120,6 +119,17 @@ func (r *rows) Next() bool {
 	return false
 }
 
+// Scan does what that of pgx does, except that an error of its own does not end the rows: that would hide what the
+// server still has to say, to the query or to COMMIT.
+func (r *rows) Scan(dest ...any) error {
+	if len(dest) == 1 {
+		if scanner, ok := dest[0].(pgx.RowScanner); ok {
+			return scanner.ScanRow(r)
+		}
+	}
+	return pgx.ScanRow(r.TypeMap(), r.FieldDescriptions(), r.RawValues(), dest...)
+}
+
 func (r *rows) Close() {
 	r.reply.tx.mu.Lock()
 	defer r.reply.tx.mu.Unlock()
@@ -147,11 +157,12 @@ func (r row) Scan(dest ...any) error {
 		}
 		return pgx.ErrNoRows
 	}
-	if err := r.rows.Scan(dest...); err != nil {
-		return err
-	}
+	err := r.rows.Scan(dest...)
 	r.rows.Close()
-	return r.rows.Err()
+	if serverErr := r.rows.Err(); serverErr != nil {
+		return serverErr
+	}
+	return err
 }
 
 // failed are the rows of a query that was not sent.
