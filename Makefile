@@ -11,7 +11,7 @@ TOOL := go tool -modfile="$(CURDIR)/internal/tools/go.mod"
 GO_DIRS := db internal migrations queries repository tests
 POSTGRES_VERSIONS := 15 16 17 18
 
-# For instance: make test TESTFLAGS='-run TestKeys -v'
+# For instance: make test TESTFLAGS='-run TestKeys -v'. LATCHKEY_LONG=1 in the environment makes the load tests long.
 TESTFLAGS :=
 
 # Shell code that sets race to -race if the race detector can work here.

@@ -136,6 +136,27 @@ func (q *Queries) LockTryAll(ctx context.Context, arg LockTryAllParams) error {
 	return err
 }
 
+const txRenewLockBudget = `-- name: TxRenewLockBudget :exec
+SELECT
+    pg_catalog.set_config('latchkey.deadline', (extract(EPOCH FROM pg_catalog.clock_timestamp()) + budget.ms::numeric / 1000::numeric)::text, true),
+    pg_catalog.set_config('lock_timeout', ($1::bigint)::text, true),
+    pg_catalog.set_config('statement_timeout', (budget.ms + 20::bigint)::text, true)
+FROM (SELECT $2::bigint AS ms) AS budget
+`
+
+type TxRenewLockBudgetParams struct {
+	LockTimeoutMs int64
+	BudgetMs      int64
+}
+
+// TxRenewLockBudget bounds the next statement anew, as TxSetLockBudget does, where time has passed since that.
+//
+// Locks: none. All settings are local to the transaction.
+func (q *Queries) TxRenewLockBudget(ctx context.Context, arg TxRenewLockBudgetParams) error {
+	_, err := q.db.Exec(ctx, txRenewLockBudget, arg.LockTimeoutMs, arg.BudgetMs)
+	return err
+}
+
 const txRequireReadCommitted = `-- name: TxRequireReadCommitted :exec
 SELECT
     CASE
@@ -192,28 +213,30 @@ SELECT
     pg_catalog.set_config('latchkey.lock_timeout', pg_catalog.current_setting('lock_timeout'), true),
     pg_catalog.set_config('latchkey.statement_timeout', pg_catalog.current_setting('statement_timeout'), true),
     pg_catalog.set_config('latchkey.deadline', (extract(EPOCH FROM pg_catalog.clock_timestamp()) + budget.ms::numeric / 1000::numeric)::text, true),
-    pg_catalog.set_config('lock_timeout', budget.ms::text, true),
+    pg_catalog.set_config('lock_timeout', ($1::bigint)::text, true),
     pg_catalog.set_config('statement_timeout', (budget.ms + 20::bigint)::text, true),
     CASE
-        WHEN $1::boolean AND pg_catalog.current_setting('transaction_timeout', true) IS NOT NULL  -- from PostgreSQL 17 on
+        WHEN $2::boolean AND pg_catalog.current_setting('transaction_timeout', true) IS NOT NULL  -- from PostgreSQL 17 on
             THEN pg_catalog.set_config('transaction_timeout', '0', true)
     END
-FROM (SELECT $2::bigint AS ms) AS budget
+FROM (SELECT $3::bigint AS ms) AS budget
 `
 
 type TxSetLockBudgetParams struct {
+	LockTimeoutMs  int64
 	OwnTransaction bool
 	BudgetMs       int64
 }
 
-// TxSetLockBudget bounds the next statement, LockAll or LockTryAll, to budget_ms milliseconds. lock_timeout
-// counts anew for each key, so statement_timeout bounds them all; it is a little longer, so that the wait for a
-// single key ends as 55P03, which says what it was. What both were is kept in settings of the transaction, as is
+// TxSetLockBudget bounds the next statement, LockAll or LockTryAll, to budget_ms milliseconds, and to
+// lock_timeout_ms for each lock: as many, or 1 for a try. lock_timeout counts anew for each key, so
+// statement_timeout bounds them all; it is a little longer, so that the wait for a single key ends as 55P03, which
+// says what it was. What both were is kept in settings of the transaction, as is
 // the time at which the budget ends. In a transaction of latchkey's own, transaction_timeout is off: it would not
 // end the wait but the session.
 //
 // Locks: none. All settings are local to the transaction.
 func (q *Queries) TxSetLockBudget(ctx context.Context, arg TxSetLockBudgetParams) error {
-	_, err := q.db.Exec(ctx, txSetLockBudget, arg.OwnTransaction, arg.BudgetMs)
+	_, err := q.db.Exec(ctx, txSetLockBudget, arg.LockTimeoutMs, arg.OwnTransaction, arg.BudgetMs)
 	return err
 }

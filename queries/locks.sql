@@ -75,6 +75,16 @@ FROM (
     ) AS wanted
 ) AS taken;
 
+-- name: TxRenewLockBudget :exec
+-- TxRenewLockBudget bounds the next statement anew, as TxSetLockBudget does, where time has passed since that.
+--
+-- Locks: none. All settings are local to the transaction.
+SELECT
+    pg_catalog.set_config('latchkey.deadline', (extract(EPOCH FROM pg_catalog.clock_timestamp()) + budget.ms::numeric / 1000::numeric)::text, true),
+    pg_catalog.set_config('lock_timeout', (@lock_timeout_ms::bigint)::text, true),
+    pg_catalog.set_config('statement_timeout', (budget.ms + 20::bigint)::text, true)
+FROM (SELECT @budget_ms::bigint AS ms) AS budget;
+
 -- name: TxRequireReadCommitted :exec
 -- TxRequireReadCommitted raises 25000 unless the transaction is READ COMMITTED and may write. At any other
 -- level the statement after the lock would not see what the last holder committed. On a standby it raises 25006.
@@ -109,9 +119,10 @@ SELECT
     END;
 
 -- name: TxSetLockBudget :exec
--- TxSetLockBudget bounds the next statement, LockAll or LockTryAll, to budget_ms milliseconds. lock_timeout
--- counts anew for each key, so statement_timeout bounds them all; it is a little longer, so that the wait for a
--- single key ends as 55P03, which says what it was. What both were is kept in settings of the transaction, as is
+-- TxSetLockBudget bounds the next statement, LockAll or LockTryAll, to budget_ms milliseconds, and to
+-- lock_timeout_ms for each lock: as many, or 1 for a try. lock_timeout counts anew for each key, so
+-- statement_timeout bounds them all; it is a little longer, so that the wait for a single key ends as 55P03, which
+-- says what it was. What both were is kept in settings of the transaction, as is
 -- the time at which the budget ends. In a transaction of latchkey's own, transaction_timeout is off: it would not
 -- end the wait but the session.
 --
@@ -120,7 +131,7 @@ SELECT
     pg_catalog.set_config('latchkey.lock_timeout', pg_catalog.current_setting('lock_timeout'), true),
     pg_catalog.set_config('latchkey.statement_timeout', pg_catalog.current_setting('statement_timeout'), true),
     pg_catalog.set_config('latchkey.deadline', (extract(EPOCH FROM pg_catalog.clock_timestamp()) + budget.ms::numeric / 1000::numeric)::text, true),
-    pg_catalog.set_config('lock_timeout', budget.ms::text, true),
+    pg_catalog.set_config('lock_timeout', (@lock_timeout_ms::bigint)::text, true),
     pg_catalog.set_config('statement_timeout', (budget.ms + 20::bigint)::text, true),
     CASE
         WHEN @own_transaction::boolean AND pg_catalog.current_setting('transaction_timeout', true) IS NOT NULL  -- from PostgreSQL 17 on

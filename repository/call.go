@@ -73,6 +73,14 @@ func (c *call) runIn(ctx context.Context, tx *pipeline.Tx, conn *pgx.Conn, fn fu
 	if err := c.queueLocks(ctx, db.New(tx.Before())); err != nil {
 		return err
 	}
+	tx.PrepareBy = c.started.Add(c.timeout)
+	tx.Ahead = func() error {
+		budget, err := c.budget()
+		if err != nil {
+			return err
+		}
+		return db.New(tx.Before()).TxRenewLockBudget(ctx, budget)
+	}
 	if err := fn(tx); err != nil {
 		return err
 	}
@@ -81,11 +89,10 @@ func (c *call) runIn(ctx context.Context, tx *pipeline.Tx, conn *pgx.Conn, fn fu
 
 // queueLocks queues what bounds the wait, and the locks. Errors come from the first query.
 func (c *call) queueLocks(ctx context.Context, before *db.Queries) error {
-	left := c.timeout - time.Since(c.started)
-	if left <= 0 {
-		return c.busy(WherePool, nil)
+	budget, err := c.budget()
+	if err != nil {
+		return err
 	}
-	budget := int64((left + time.Millisecond - 1) / time.Millisecond) // to the server, 0 is for ever
 	locks := db.LockAllParams{
 		Keys:      make([]int64, len(c.locks)),
 		Exclusive: make([]bool, len(c.locks)),
@@ -95,7 +102,11 @@ func (c *call) queueLocks(ctx context.Context, before *db.Queries) error {
 		locks.Keys[i], locks.Exclusive[i], locks.Ranks[i] = l.key(), l.exclusive, l.namespace.rank
 	}
 
-	_ = before.TxSetLockBudget(ctx, db.TxSetLockBudgetParams{BudgetMs: budget, OwnTransaction: c.outer == nil})
+	_ = before.TxSetLockBudget(ctx, db.TxSetLockBudgetParams{
+		LockTimeoutMs:  budget.LockTimeoutMs,
+		BudgetMs:       budget.BudgetMs,
+		OwnTransaction: c.outer == nil,
+	})
 	if c.hold > 0 {
 		_ = before.TxSetHoldTimeout(ctx, c.hold.Milliseconds())
 	}
@@ -105,6 +116,20 @@ func (c *call) queueLocks(ctx context.Context, before *db.Queries) error {
 		_ = before.LockAll(ctx, locks)
 	}
 	return nil
+}
+
+// budget is what is left of the timeout, in whole milliseconds: to the server, 0 is for ever.
+func (c *call) budget() (b db.TxRenewLockBudgetParams, err error) {
+	left := c.timeout - time.Since(c.started)
+	if left <= 0 {
+		return b, c.busy(WherePool, nil)
+	}
+	b.BudgetMs = int64((left + time.Millisecond - 1) / time.Millisecond)
+	b.LockTimeoutMs = b.BudgetMs
+	if c.try {
+		b.LockTimeoutMs = 1
+	}
+	return b, nil
 }
 
 // start begins the budget. The context's deadline shortens it by a little more than is left, so that the

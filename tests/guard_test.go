@@ -1374,7 +1374,7 @@ func TestGuardManyLocksInAnyOrder(t *testing.T) {
 		for i := range users {
 			users[i] = uuid.New()
 		}
-		var written, created [ids]atomic.Int64
+		var written, created, balance [ids]atomic.Int64
 		// work counts up under an exclusive lock, and reads twice the same under a shared one.
 		work := func(ctx context.Context, q hostDBTX, exclusive map[int]bool) error {
 			for id, write := range exclusive {
@@ -1398,6 +1398,15 @@ func TestGuardManyLocksInAnyOrder(t *testing.T) {
 			return nil
 		}
 		r := newRacers(t, url, callers)
+		accounts := make([]uuid.UUID, ids)
+		for i := range accounts {
+			account, err := r[0].repo.OpenAccount(t.Context(), repository.OpenAccountParams{OwnerID: users[i]})
+			require.NoError(t, err)
+			accounts[i] = account.ID
+			_, err = r[0].repo.Deposit(t.Context(), repository.DepositParams{AccountID: account.ID, Amount: callers * 2000})
+			require.NoError(t, err)
+			balance[i].Store(callers * 2000)
+		}
 		errs := r.atOnce(func(c racer) error {
 			for range each {
 				var locks []repository.Lock
@@ -1414,7 +1423,7 @@ func TestGuardManyLocksInAnyOrder(t *testing.T) {
 				}
 				user := rand.IntN(ids)
 				var err error
-				switch kind := rand.IntN(4); kind {
+				switch kind := rand.IntN(5); kind {
 				case 0, 1:
 					err = c.repo.Guard(t.Context(), locks, func(ctx context.Context, tx *repository.Tx) error { return work(ctx, tx, exclusive) })
 				case 2: // joined, all of the host's locks in the first call
@@ -1431,6 +1440,14 @@ func TestGuardManyLocksInAnyOrder(t *testing.T) {
 					if err == nil {
 						created[user].Add(1)
 					}
+				case 3:
+					to := (user + 1 + rand.IntN(ids-1)) % ids
+					_, err = c.repo.Transfer(t.Context(), repository.TransferParams{From: accounts[user], To: accounts[to], Amount: 1})
+					if err == nil {
+						balance[user].Add(-1)
+						balance[to].Add(1)
+					}
+					clear(exclusive)
 				default:
 					_, err = c.repo.CreateSetup(t.Context(), users[user], &repository.CreateSetupOpts{MaxPending: 1000})
 					if err == nil {
@@ -1461,6 +1478,9 @@ func TestGuardManyLocksInAnyOrder(t *testing.T) {
 			require.NoError(t, r[0].pool.QueryRow(t.Context(), pendingOf, users[id]).Scan(&n))
 			require.Equal(t, created[id].Load(), n)
 			require.Positive(t, n)
+			account, err := r[0].repo.GetAccount(t.Context(), accounts[id])
+			require.NoError(t, err)
+			require.Equal(t, balance[id].Load(), account.Balance)
 		}
 	})
 	t.Run("deadlocks if the locks are taken as they come", func(t *testing.T) {

@@ -291,7 +291,7 @@ func TestJoinLeavesTheTransactionUsable(t *testing.T) {
 
 	t.Run("after a lock timeout, with the server's own error", func(t *testing.T) {
 		t.Parallel()
-		const budget = 150 * time.Millisecond
+		const budget = 400 * time.Millisecond
 		j := newJoint(t, url, pgx.TxOptions{})
 		holder := hold(t, url, j.key)
 		for range 3 {
@@ -321,7 +321,7 @@ func TestJoinLeavesTheTransactionUsable(t *testing.T) {
 		t.Parallel()
 		j := newJoint(t, url, pgx.TxOptions{})
 		writer := j.insertWithoutLock(t)
-		_, err := j.joinWithin(t, 1, 100*time.Millisecond)
+		_, err := j.joinWithin(t, 1, 400*time.Millisecond)
 		requireBusy(t, err, repository.WhereRow)
 		require.False(t, j.holds(t), "the lock that it got is given back")
 
@@ -409,7 +409,7 @@ func TestJoinPutsTimeoutsBack(t *testing.T) {
 		"a lock timeout": func(t *testing.T, j *joint) {
 			t.Helper()
 			hold(t, url, j.key)
-			_, err := j.joinWithin(t, 1, 20*time.Millisecond)
+			_, err := j.joinWithin(t, 1, 300*time.Millisecond)
 			requireBusy(t, err, repository.WhereAdvisory)
 		},
 		"a refusal by the constraint": func(t *testing.T, j *joint) {

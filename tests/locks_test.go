@@ -572,5 +572,5 @@ func lockedAboveSort(t *testing.T, conn *pgx.Conn, sql string, n int) bool {
 
 // lockBudget is a budget in a transaction that this test opened.
 func lockBudget(d time.Duration) db.TxSetLockBudgetParams {
-	return db.TxSetLockBudgetParams{BudgetMs: d.Milliseconds(), OwnTransaction: true}
+	return db.TxSetLockBudgetParams{BudgetMs: d.Milliseconds(), LockTimeoutMs: d.Milliseconds(), OwnTransaction: true}
 }

@@ -512,7 +512,7 @@ func TestGuardTx(t *testing.T) {
 				if busy {
 					hold(t, url, itemKey(t, id))
 					var err error
-					o.repo, err = repository.New(testdb.PoolAt(t, url), repository.WithLockTimeout(20*time.Millisecond))
+					o.repo, err = repository.New(testdb.PoolAt(t, url), repository.WithLockTimeout(300*time.Millisecond))
 					require.NoError(t, err)
 				}
 				_, err := o.tx.Exec(t.Context(), sql)
@@ -534,7 +534,7 @@ func TestGuardTx(t *testing.T) {
 	})
 	t.Run("waits no longer than its budget in all, for several keys", func(t *testing.T) {
 		t.Parallel()
-		const budget = 200 * time.Millisecond
+		const budget = 500 * time.Millisecond
 		o, id := newOrdered(t, url), uuid.NewString()
 		var err error
 		o.repo, err = repository.New(testdb.PoolAt(t, url), repository.WithLockTimeout(budget))
@@ -607,7 +607,7 @@ func TestGuardTxThroughDatabaseSQL(t *testing.T) {
 	})
 	t.Run("leaves the transaction usable after an error", func(t *testing.T) {
 		t.Parallel()
-		g := newGuarded(t, url, repository.WithLockTimeout(50*time.Millisecond))
+		g := newGuarded(t, url, repository.WithLockTimeout(500*time.Millisecond))
 		hold(t, url, g.key)
 		conn, join := open(t, g)
 		tx, err := conn.BeginTx(t.Context(), nil)

@@ -978,7 +978,7 @@ func (b *budgets) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndDat
 func (b *budgets) TraceBatchStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceBatchStartData) context.Context {
 	for _, q := range data.Batch.QueuedQueries {
 		if strings.HasPrefix(q.SQL, "-- name: TxSetLockBudget ") {
-			b.ms = append(b.ms, q.Arguments[1].(int64)) //nolint:forcetypeassert // if not, the test may panic
+			b.ms = append(b.ms, q.Arguments[2].(int64)) //nolint:forcetypeassert // if not, the test may panic
 		}
 	}
 	return ctx

@@ -54,6 +54,14 @@ type Tx struct {
 	// Commit returns it. The connection is known to be lost or not by then.
 	Explain func(error) error
 
+	// Ahead, if it is set, is called where the transaction was begun ahead of the statement that takes the locks,
+	// which may have taken long. What it queues with Before goes before that statement.
+	Ahead func() error
+
+	// PrepareBy, if it is set, is how long pgx may take to prepare statements of its own accord; then the connection
+	// is given up. What it has prepared, it may have forgotten without saying.
+	PrepareBy time.Time
+
 	// Foreign says that the queries are not latchkey's own, and may be too many to keep prepared.
 	Foreign bool
 
@@ -236,13 +244,26 @@ func (tx *Tx) start(ctx context.Context, query *statement, last bool) *reply {
 		statements = tx.statements(query, last)
 	}
 
-	r := &reply{tx: tx, statements: statements, results: tx.send(ctx, queued(statements)), last: last}
+	r := &reply{tx: tx, statements: statements, last: last}
+	r.results, r.cancel = tx.sendBounded(ctx, statements)
 	tx.open = r
 	if err := tx.readBefore(r.results, len(tx.before)); err != nil {
 		_ = r.finish(&BeforeError{err}) // the query returns it
 	}
 	tx.before = nil
 	return r
+}
+
+// sendBounded sends a batch, which returns once pgx has prepared what it thinks is new, and bounds that where the
+// server does not yet.
+func (tx *Tx) sendBounded(ctx context.Context, statements []statement) (pgx.BatchResults, context.CancelFunc) {
+	if tx.begun || tx.PrepareBy.IsZero() || preparedOn(tx.conn).isNamed(statements) {
+		return tx.send(ctx, queued(statements)), func() {}
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	timer := time.AfterFunc(time.Until(tx.PrepareBy), cancel)
+	defer timer.Stop()
+	return tx.send(ctx, queued(statements)), cancel
 }
 
 // readBefore reads the answers to n of the statements that were queued before the query.
@@ -296,7 +317,24 @@ func (tx *Tx) beginAhead(ctx context.Context, query *statement, last bool) error
 	if tx.Foreign {
 		query = nil
 	}
-	return p.name(ctx, tx.conn, tx.statements(query, last))
+	if err := p.name(ctx, tx.conn, tx.statements(query, last)); err != nil || tx.Ahead == nil {
+		return err
+	}
+	lock := tx.before
+	for prepared := false; ; prepared = true {
+		tx.before = nil
+		if err := tx.Ahead(); err != nil {
+			return err
+		}
+		if prepared || p.isNamed(tx.before) {
+			tx.before = append(tx.before, lock...)
+			return nil
+		}
+		// To prepare it takes time too, so what it says is asked for again.
+		if err := p.name(ctx, tx.conn, tx.before); err != nil {
+			return err
+		}
+	}
 }
 
 func queued(statements []statement) *pgx.Batch {

@@ -3,6 +3,7 @@ package pipeline
 import (
 	"context"
 	"errors"
+	"slices"
 
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
@@ -59,6 +60,14 @@ func (p *prepared) covers(statements []statement) bool {
 		}
 	}
 	return true
+}
+
+// isNamed tells whether pgx can have forgotten none of the statements.
+func (p *prepared) isNamed(statements []statement) bool {
+	if p.mode == pgx.QueryExecModeExec || p.mode == pgx.QueryExecModeSimpleProtocol {
+		return true
+	}
+	return !slices.ContainsFunc(statements, func(s statement) bool { return !p.named[s.sql] })
 }
 
 // name prepares the statements by name, if the mode is the one that prepares.

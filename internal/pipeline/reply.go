@@ -1,6 +1,7 @@
 package pipeline
 
 import (
+	"context"
 	"errors"
 
 	"github.com/jackc/pgx/v5"
@@ -14,6 +15,7 @@ type reply struct {
 	tx         *Tx
 	statements []statement // that were sent
 	results    pgx.BatchResults
+	cancel     context.CancelFunc
 	rows       pgx.Rows // of the query, if it has any
 	last       bool
 	ran        bool // the query did, as far as the server is concerned
@@ -49,6 +51,7 @@ func (r *reply) finish(err error) error {
 		return r.err
 	}
 	r.done = true
+	defer r.cancel()
 	if r.rows != nil {
 		r.rows.Close()
 	}
