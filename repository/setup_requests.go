@@ -79,8 +79,9 @@ func (r *Repository) TryCreateSetup(ctx context.Context, userID uuid.UUID, o *Cr
 //
 // tx must be READ COMMITTED and READ WRITE, otherwise the error is [ErrIsolation]; no lock is taken then. Its
 // lock_timeout and statement_timeout are put back as they were. After an error the transaction can be used on,
-// unless ctx ended or the connection was lost during the call. After a refusal that was found under
-// the lock it holds that, so that the refusal stays true until it ends; after any other error it does not.
+// unless ctx ended or the connection was lost during the call, or DISCARD ALL or the like had dropped what was
+// prepared on it. After a refusal that was found under the lock it holds that, so that the refusal stays true until
+// it ends; after any other error it does not.
 func (r *Repository) CreateSetupTx(ctx context.Context, tx pgx.Tx, userID uuid.UUID, o *CreateSetupOpts) (_ *SetupRequest, err error) {
 	defer r.done(ctx, "CreateSetupTx", time.Now(), &err)
 	if tx == nil {

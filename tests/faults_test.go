@@ -14,6 +14,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgconn"
 	"github.com/jackc/pgx/v5/pgconn/ctxwatch"
+	"github.com/jackc/pgx/v5/pgproto3"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -204,6 +205,83 @@ func TestFaultsConnectionIsLost(t *testing.T) {
 		_, err = repo.GetSetup(t.Context(), uuid.New())
 		requireLost(t, err)
 	})
+}
+
+// A login that the server refuses is refused again, one for which it has no room now may be let in later.
+func TestFaultsRefusedLogin(t *testing.T) {
+	t.Parallel()
+	call := func(t *testing.T, pool *pgxpool.Pool, check func(error)) {
+		t.Helper()
+		repo, err := repository.New(pool)
+		require.NoError(t, err)
+		_, err = repo.CreateSetup(t.Context(), uuid.New(), nil)
+		check(err)
+		_, err = repo.GetSetup(t.Context(), uuid.New())
+		check(err)
+		check(repo.Guard(t.Context(), []repository.Lock{items.Exclusive("1")}, func(context.Context, *repository.Tx) error {
+			panic("called")
+		}))
+	}
+	for code, lost := range map[string]bool{
+		"28P01": false, // the password is wrong
+		"28000": false, // there is no such role, or none from here
+		"3D000": false, // there is no such database
+		"53300": true,  // there are too many connections
+		"57P03": true,  // it starts or shuts down
+	} {
+		t.Run(fmt.Sprintf("with %s may be tried again: %t", code, lost), func(t *testing.T) {
+			t.Parallel()
+			call(t, testdb.PoolAt(t, refuse(t, code)), func(err error) {
+				requireSQLState(t, code, err)
+				require.Equal(t, lost, errors.Is(err, repository.ErrConnectionLost), "%v", err)
+				require.Equal(t, lost, repository.IsRetryable(err), "%v", err)
+			})
+		})
+	}
+	for name, change := range map[string]func(c *pgxpool.Config){
+		"a role that does not exist, and its password": func(c *pgxpool.Config) {
+			c.ConnConfig.User, c.ConnConfig.Password = "latchkey_nobody", "wrong"
+		},
+		"a database that does not exist": func(c *pgxpool.Config) { c.ConnConfig.Database = "latchkey_nothing" },
+	} {
+		t.Run("of "+name+" is the server's own error", func(t *testing.T) {
+			t.Parallel()
+			call(t, testdb.PoolAt(t, testdb.Server(t).URL(), change), func(err error) {
+				var pgErr *pgconn.PgError
+				require.ErrorAs(t, err, &pgErr)
+				require.Contains(t, []string{"28P01", "28000", "3D000"}, pgErr.Code)
+				require.NotErrorIs(t, err, repository.ErrConnectionLost)
+				require.False(t, repository.IsRetryable(err))
+			})
+		})
+	}
+}
+
+// refuse starts a server that answers every login with the SQLSTATE, and returns its connection string.
+func refuse(t *testing.T, code string) string {
+	t.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	var serving sync.WaitGroup
+	t.Cleanup(func() {
+		_ = listener.Close()
+		serving.Wait()
+	})
+	serving.Go(func() {
+		for {
+			conn, err := listener.Accept()
+			if err != nil {
+				return
+			}
+			backend := pgproto3.NewBackend(conn, conn)
+			if _, err := backend.ReceiveStartupMessage(); err == nil {
+				backend.Send(&pgproto3.ErrorResponse{Severity: "FATAL", Code: code, Message: "refused"})
+				_ = backend.Flush()
+			}
+			_ = conn.Close()
+		}
+	})
+	return "postgres://somebody:wrong@" + listener.Addr().String() + "/something?sslmode=disable"
 }
 
 func TestFaultsCancelledWaitEndsOnTheServer(t *testing.T) {

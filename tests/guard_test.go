@@ -342,6 +342,20 @@ func TestGuardUndoesAll(t *testing.T) {
 			require.False(t, repository.IsRetryable(err))
 		}},
 	}
+	for name, read := range misreads {
+		ends = append(ends, end{"a failure of COMMIT with Last, whose row does not fit " + name, func(ctx context.Context, g *guarded, tx *repository.Tx) error {
+			err := read(ctx, tx.Last(), insertOrphan+" RETURNING -1", g.owner)
+			require.Error(t, err)
+			return err
+		}, isError}, end{"a swallowed one, whose row does not fit " + name, func(ctx context.Context, g *guarded, tx *repository.Tx) error {
+			_ = read(ctx, tx.Last(), insertOrphan+" RETURNING -1", g.owner)
+			return nil
+		}, func(t *testing.T, err error) {
+			t.Helper()
+			isRollback(t, err)
+			requireSQLState(t, "23503", err)
+		}})
+	}
 	for _, mode := range execModes {
 		t.Run(mode.String(), func(t *testing.T) {
 			t.Parallel()
@@ -360,6 +374,102 @@ func TestGuardUndoesAll(t *testing.T) {
 					g.requireHealthy(t, 0)
 				})
 			}
+		})
+	}
+}
+
+// misreads are ways to read a row of -1 into a variable that does not take it.
+var misreads = map[string]func(ctx context.Context, q db.DBTX, sql string, args ...any) error{
+	"in Scan": func(ctx context.Context, q db.DBTX, sql string, args ...any) error {
+		var n uint8
+		return q.QueryRow(ctx, sql, args...).Scan(&n)
+	},
+	"in the Scan of rows that are left open": func(ctx context.Context, q db.DBTX, sql string, args ...any) error {
+		rows, err := q.Query(ctx, sql, args...)
+		if err != nil || !rows.Next() {
+			return errors.Join(err, rows.Err())
+		}
+		var n uint8
+		return rows.Scan(&n)
+	},
+	"in a struct": func(ctx context.Context, q db.DBTX, sql string, args ...any) error {
+		rows, err := q.Query(ctx, sql, args...)
+		if err != nil {
+			return err
+		}
+		_, err = pgx.CollectOneRow(rows, pgx.RowToStructByPos[struct{ N uint8 }])
+		return err
+	},
+}
+
+// What Scan has to say comes after the commit, and does not undo it.
+func TestGuardHasCommittedWhenTheRowOfLastDoesNotFit(t *testing.T) {
+	t.Parallel()
+	url := itemsURL(t)
+	for _, mode := range execModes {
+		t.Run(mode.String(), func(t *testing.T) {
+			t.Parallel()
+			g := newGuardedOn(t, url, testdb.PoolAt(t, url, maxConns(1), withExecMode(mode)))
+			for name, read := range misreads {
+				for _, swallow := range []bool{true, false} {
+					g.renew(t)
+					var scan error
+					err := g.guard(t, func(ctx context.Context, tx *repository.Tx) error {
+						scan = read(ctx, tx.Last(), insertItem+" RETURNING -1", g.owner)
+						if swallow {
+							return nil
+						}
+						return scan
+					})
+					require.Error(t, scan, name)
+					if swallow {
+						require.NoError(t, err, name)
+					} else {
+						require.True(t, err == scan, "%s: %v", name, err) //nolint:errorlint // the very same
+					}
+					g.requireHealthy(t, 1)
+				}
+			}
+		})
+	}
+}
+
+// pgx closes the connection of a batch that it cannot encode. That says nothing about the server or the network, and to
+// make the same call again would close the next one.
+func TestGuardArgumentThatDoesNotFitIsNoLostConnection(t *testing.T) {
+	t.Parallel()
+	url := itemsURL(t)
+	testdb.Exec(t, url, "CREATE TABLE public.small (n int4)")
+	big := func(ctx context.Context, q db.DBTX) error {
+		_, err := q.Exec(ctx, "INSERT INTO public.small VALUES ($1)", int64(1)<<40)
+		return err
+	}
+	for _, mode := range execModes {
+		t.Run(mode.String(), func(t *testing.T) {
+			t.Parallel()
+			g := newGuardedOn(t, url, testdb.PoolAt(t, url, maxConns(1), withExecMode(mode)))
+			for _, later := range []bool{false, true} {
+				for _, last := range []bool{false, true} {
+					what := fmt.Sprintf("after another statement: %t, last: %t", later, last)
+					err := g.guard(t, func(ctx context.Context, tx *repository.Tx) error {
+						if later {
+							require.NoError(t, hostQueries{}.insertItem(ctx, tx, g.owner), what)
+						}
+						if last {
+							return big(ctx, tx.Last())
+						}
+						return big(ctx, tx)
+					})
+					require.Error(t, err, what)
+					require.NotErrorIs(t, err, repository.ErrConnectionLost, what)
+					require.NotErrorIs(t, err, repository.ErrOutcomeUnknown, what)
+					require.False(t, repository.IsRetryable(err), "%s: %v", what, err)
+					g.pid = pidOf(t, g.pool) // where it was closed, the pool has another one
+					g.requireHealthy(t, 0)
+				}
+			}
+			require.NoError(t, g.guard(t, insertWithin(1, g.owner)))
+			g.requireHealthy(t, 1)
 		})
 	}
 }
@@ -597,6 +707,43 @@ func TestGuardMisuseOfTx(t *testing.T) {
 		}))
 		g.requireHealthy(t, 1)
 	})
+	for _, mode := range execModes {
+		t.Run("by ending it with a query is an error of the next one, which does not run without the locks: "+mode.String(), func(t *testing.T) {
+			t.Parallel()
+			g := newGuardedOn(t, url, testdb.PoolAt(t, url, maxConns(1), withExecMode(mode)))
+			for _, end := range []string{"COMMIT", "ROLLBACK"} {
+				for _, first := range []bool{false, true} {
+					for _, swallow := range []bool{false, true} {
+						g.renew(t)
+						err := g.guard(t, func(ctx context.Context, tx *repository.Tx) (err error) {
+							if !first {
+								require.NoError(t, hostQueries{}.insertItem(ctx, tx, g.owner))
+							}
+							_, err = tx.Exec(ctx, end)
+							require.NoError(t, err)
+							for _, q := range []db.DBTX{tx, tx.Last()} {
+								for _, way := range ways {
+									err = way.make(ctx, q, insertItem, g.owner)
+									require.ErrorIs(t, err, pgx.ErrTxClosed, "%s after %s", way.name, end)
+								}
+							}
+							if swallow {
+								return nil
+							}
+							return err
+						})
+						require.ErrorIs(t, err, pgx.ErrTxClosed, "after %s, swallowed: %t", end, swallow)
+						require.False(t, repository.IsRetryable(err))
+						want := 0
+						if end == "COMMIT" && !first {
+							want = 1
+						}
+						g.requireHealthy(t, want)
+					}
+				}
+			}
+		})
+	}
 	t.Run("from two goroutines at once is an error, and the transaction goes on", func(t *testing.T) {
 		t.Parallel()
 		g := newGuarded(t, url)
@@ -712,6 +859,10 @@ func TestGuardRoundTrips(t *testing.T) {
 		})},
 		{"one statement through Last is one", 1, guard(func(ctx context.Context, tx *repository.Tx) error {
 			return hostQueries{}.insertItem(ctx, tx.Last(), "trips")
+		})},
+		{"one statement with named arguments through Last is one", 1, guard(func(ctx context.Context, tx *repository.Tx) error {
+			_, err := tx.Last().Exec(ctx, "INSERT INTO public.items (owner) VALUES (@owner)", pgx.NamedArgs{"owner": "trips"})
+			return err
 		})},
 		{"a function without a statement is one", 1, guard(func(context.Context, *repository.Tx) error { return nil })},
 		{"a refusal after the count is two, with the rollback", 2, func(t *testing.T, w *wired, two []repository.Lock) {

@@ -9,6 +9,7 @@ import (
 	"github.com/jackc/pgx/v5"
 	"github.com/stretchr/testify/require"
 
+	"github.com/latchkey-go/latchkey/internal/pipeline"
 	"github.com/latchkey-go/latchkey/repository"
 	"github.com/latchkey-go/latchkey/tests/internal/testdb"
 )
@@ -273,6 +274,25 @@ func TestJoinRefusesOtherIsolation(t *testing.T) {
 			j.requireUsable(t, o.AccessMode != pgx.ReadOnly)
 		})
 	}
+	t.Run("a transaction that is read-only by the session's default, which is the caller's to change", func(t *testing.T) {
+		t.Parallel()
+		conn := testdb.Conn(t, url)
+		_, err := conn.Exec(t.Context(), "SET default_transaction_read_only = on")
+		require.NoError(t, err)
+		j := &joint{newFixture(t, url), conn, begin(t, conn, pgx.TxOptions{})}
+		_, err = j.join(t, 1)
+		require.ErrorIs(t, err, repository.ErrIsolation)
+		require.NotErrorIs(t, err, repository.ErrReadOnly)
+		requireSQLState(t, "25000", err)
+		require.False(t, repository.IsRetryable(err))
+		require.False(t, j.holds(t))
+		j.requireUsable(t, false)
+
+		j.tx = begin(t, conn, pgx.TxOptions{AccessMode: pgx.ReadWrite})
+		_, err = j.join(t, 1)
+		require.NoError(t, err)
+		j.requireUsable(t, true)
+	})
 	t.Run("but takes one that asks for read committed", func(t *testing.T) {
 		t.Parallel()
 		conn := testdb.Conn(t, url)
@@ -375,6 +395,83 @@ func TestJoinLeavesTheTransactionUsable(t *testing.T) {
 		_, err = j.create(t, 1)
 		require.NoError(t, err)
 	})
+}
+
+// What latchkey prepared on the caller's connection may be dropped by the caller, or stop to fit the schema. The
+// connection is not latchkey's to close, so one call fails, and the next prepares anew.
+func TestJoinRecoversWhenItsStatementsBecomeUseless(t *testing.T) {
+	t.Parallel()
+	const newType = "ALTER TABLE latchkey.setup_requests ALTER COLUMN status TYPE varchar(20)"
+	for name, spoil := range map[string]func(t *testing.T, j *joint){
+		"by DEALLOCATE ALL": func(t *testing.T, j *joint) {
+			t.Helper()
+			_, err := j.conn.Exec(t.Context(), "DEALLOCATE ALL")
+			require.NoError(t, err)
+		},
+		"by DISCARD ALL": func(t *testing.T, j *joint) {
+			t.Helper()
+			_, err := j.conn.Exec(t.Context(), "DISCARD ALL")
+			require.NoError(t, err)
+		},
+		"by a column's new type": func(t *testing.T, j *joint) {
+			t.Helper()
+			testdb.Exec(t, j.url, newType)
+		},
+	} {
+		for _, mode := range execModes {
+			t.Run(name+", "+mode.String(), func(t *testing.T) {
+				t.Parallel()
+				url := hostURL(t) // of its own: the schema changes
+				config, err := pgx.ParseConfig(url)
+				require.NoError(t, err)
+				config.DefaultQueryExecMode = mode
+				conn, err := pgx.ConnectConfig(t.Context(), config)
+				require.NoError(t, err)
+				t.Cleanup(func() { conn.Close(context.Background()) })
+				j := &joint{fixture: newFixture(t, url), conn: conn}
+				for range 2 {
+					j.tx = begin(t, conn, pgx.TxOptions{})
+					_, err := j.join(t, 100)
+					require.NoError(t, err)
+					require.NoError(t, j.tx.Commit(t.Context()))
+				}
+
+				t.Run("for the next transaction", func(t *testing.T) {
+					spoil(t, j)
+					j.tx = begin(t, conn, pgx.TxOptions{})
+					_, first := j.join(t, 100)
+					require.NoError(t, j.tx.Rollback(t.Context()))
+					j.tx = begin(t, conn, pgx.TxOptions{})
+					_, err := j.join(t, 100)
+					require.NoError(t, err, "after %v", first)
+					require.True(t, j.holds(t))
+					j.requireUsable(t, true)
+				})
+				testdb.Exec(t, url, "ALTER TABLE latchkey.setup_requests ALTER COLUMN status TYPE text")
+				for range 2 { // the first may fail again
+					j.tx = begin(t, conn, pgx.TxOptions{})
+					_, err = j.join(t, 100)
+					require.NoError(t, j.tx.Rollback(t.Context()))
+				}
+				require.NoError(t, err)
+				if mode == pgx.QueryExecModeCacheStatement && name != "by a column's new type" {
+					return // the savepoint itself is dropped, so there is nothing to go back to
+				}
+				t.Run("for the same one, which can be used on", func(t *testing.T) {
+					spoil(t, j)
+					j.tx = begin(t, conn, pgx.TxOptions{})
+					_, first := j.join(t, 100)
+					require.Equal(t, first == nil, j.holds(t))
+					_, err := j.tx.Exec(t.Context(), "SELECT 1")
+					require.NoError(t, err, "after %v", first)
+					_, err = j.join(t, 100)
+					require.NoError(t, err, "after %v", first)
+					require.True(t, j.holds(t))
+					j.requireUsable(t, true)
+				})
+			})
+		}
+	}
 }
 
 // What the caller set, in the transaction or the session, is what the caller finds again.
@@ -522,6 +619,66 @@ func TestJoinMisuse(t *testing.T) {
 		require.NoError(t, err)
 		j.requireUsable(t, true)
 		require.Len(t, j.dump(t), 1)
+	})
+	t.Run("from other goroutines while a call waits is an error at once, and the call goes on", func(t *testing.T) {
+		t.Parallel()
+		j := newJoint(t, url, pgx.TxOptions{})
+		savepoint, err := j.tx.Begin(t.Context())
+		require.NoError(t, err)
+		holder := hold(t, url, j.key)
+		waiting := inBackground(t, func() (*repository.SetupRequest, error) { return j.join(t, 1) })
+		testdb.WaitForWaiter(t, j.observer, j.key, 1)
+		for name, call := range map[string]func(tx pgx.Tx) error{
+			"CreateSetupTx": func(tx pgx.Tx) error {
+				_, err := j.repo.CreateSetupTx(t.Context(), tx, uuid.New(), nil)
+				return err
+			},
+			"GuardTx": func(tx pgx.Tx) error {
+				return j.repo.GuardTx(t.Context(), tx, []repository.Lock{items.Exclusive(j.user.String())})
+			},
+			"GetAccountTx, which only reads": func(tx pgx.Tx) error {
+				_, err := j.repo.GetAccountTx(t.Context(), tx, uuid.New())
+				return err
+			},
+		} {
+			for _, tx := range []pgx.Tx{j.tx, savepoint, repository.TxFromConn(j.conn)} {
+				err := background(t, func() error { return call(tx) })()
+				require.ErrorIs(t, err, pipeline.ErrInUse, name)
+				require.False(t, repository.IsRetryable(err))
+			}
+		}
+		require.NoError(t, holder.Rollback(t.Context()))
+		_, err = waiting()
+		require.NoError(t, err)
+		require.NoError(t, savepoint.Commit(t.Context()))
+		j.requireUsable(t, true)
+		require.Len(t, j.dump(t), 1)
+	})
+	t.Run("from four goroutines at once is an error for those who come too early, and harms nobody", func(t *testing.T) {
+		t.Parallel()
+		const goroutines = 4
+		j := newJoint(t, url, pgx.TxOptions{})
+		for round := range 30 {
+			j.fixture = j.withNewUser(t)
+			if round > 0 {
+				j.tx = begin(t, j.conn, pgx.TxOptions{})
+			}
+			errs := make(racers, goroutines).atOnce(func(racer) error {
+				_, err := j.join(t, goroutines)
+				return err
+			})
+			created := 0
+			for _, err := range errs {
+				if err == nil {
+					created++
+					continue
+				}
+				require.ErrorIs(t, err, pipeline.ErrInUse)
+			}
+			require.Positive(t, created)
+			j.requireUsable(t, true)
+			require.Len(t, j.dump(t), created)
+		}
 	})
 	t.Run("of the pool's last connection needs no second one", func(t *testing.T) {
 		t.Parallel()

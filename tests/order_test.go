@@ -254,6 +254,24 @@ func TestOrder(t *testing.T) {
 		require.ErrorIs(t, o.take(t, owners.Exclusive(ownerB)), repository.ErrLockOrder)
 		o.requireUsable(t)
 	})
+	t.Run("leaves the transaction usable where the caller may not ask", func(t *testing.T) {
+		t.Parallel()
+		url := hostURL(t)
+		testdb.Exec(t, url, "REVOKE SELECT ON pg_catalog.pg_locks FROM PUBLIC")
+		o := newOrdered(t, url, repository.WithLockOrderCheck())
+		_, err := o.tx.Exec(t.Context(), "SET LOCAL ROLE pg_monitor")
+		require.NoError(t, err)
+		for range 2 {
+			err = o.take(t, parts.Exclusive(partX))
+			requireSQLState(t, "42501", err)
+			require.False(t, repository.IsRetryable(err))
+		}
+		_, err = o.tx.Exec(t.Context(), "RESET ROLE")
+		require.NoError(t, err)
+		require.NoError(t, o.take(t, parts.Exclusive(partX)))
+		require.ErrorIs(t, o.take(t, owners.Exclusive(ownerB)), repository.ErrLockOrder)
+		o.requireUsable(t)
+	})
 	t.Run("does not mind the locks of other sessions, nor those that nobody in this process knows", func(t *testing.T) {
 		t.Parallel()
 		url := hostURL(t)
@@ -498,6 +516,28 @@ func TestGuardTx(t *testing.T) {
 				require.NoError(t, o.tx.Commit(t.Context()))
 			})
 		}
+	}
+	for check, opts := range map[string][]repository.Option{"": nil, ", with the check of the order": {repository.WithLockOrderCheck()}} {
+		t.Run("says so if the transaction has failed before"+check, func(t *testing.T) {
+			t.Parallel()
+			o := newOrdered(t, url, opts...)
+			for warm := range 2 {
+				if warm > 0 {
+					o.tx = begin(t, o.conn, pgx.TxOptions{})
+					require.NoError(t, o.take(t, items.Exclusive("before")))
+				}
+				_, err := o.tx.Exec(t.Context(), divide)
+				requireSQLState(t, "22012", err)
+				err = o.take(t, items.Exclusive("after"))
+				requireSQLState(t, "25P02", err)
+				require.False(t, repository.IsRetryable(err))
+				require.ErrorIs(t, o.tx.Commit(t.Context()), pgx.ErrTxCommitRollback)
+				require.Empty(t, locksOf(t, o.observer, o.pid))
+			}
+			o.tx = begin(t, o.conn, pgx.TxOptions{})
+			require.NoError(t, o.take(t, items.Exclusive("after")))
+			o.requireUsable(t)
+		})
 	}
 	t.Run("puts the caller's settings back, and leaves none of its own, whether it succeeds or not", func(t *testing.T) {
 		t.Parallel()

@@ -222,6 +222,11 @@ func TestRoundTripsStatementsThatBecameUselessCostAConnection(t *testing.T) {
 			require.NoError(t, err)
 			_, err = w.repo.CreateSetup(t.Context(), uuid.New(), nil)
 			require.Error(t, err, "the connection has the old statements")
+			if spoil == "DEALLOCATE ALL" {
+				requireSQLState(t, "26000", err)
+				require.ErrorIs(t, err, repository.ErrConnectionLost)
+				require.True(t, repository.IsRetryable(err))
+			}
 			_, err = w.repo.CreateSetup(t.Context(), uuid.New(), nil)
 			require.NoError(t, err)
 		})

@@ -700,6 +700,23 @@ func TestSetupList(t *testing.T) {
 			require.Equal(t, whole, pages(t, f, size, func() {}))
 		}
 	})
+	t.Run("does not begin after half a cursor, and sends nothing", func(t *testing.T) {
+		t.Parallel()
+		repo, dials := nowhere(t)
+		for _, after := range []repository.Cursor{{CreatedAt: time.Now()}, {ID: uuid.New()}} {
+			_, setups := repo.ListSetups(t.Context(), uuid.New(), &repository.ListOpts{After: after})
+			_, entries := repo.ListEntries(t.Context(), uuid.New(), &repository.ListOpts{After: after})
+			_, joined := repo.ListEntriesTx(t.Context(), struct{ pgx.Tx }{}, uuid.New(), &repository.ListOpts{After: after})
+			for _, err := range []error{setups, entries, joined} {
+				var invalid *repository.InvalidError
+				require.ErrorAs(t, err, &invalid)
+				require.ErrorIs(t, err, repository.ErrInvalid)
+				require.Equal(t, "After", invalid.Argument)
+				require.False(t, repository.IsRetryable(err))
+			}
+		}
+		require.Zero(t, dials.Load())
+	})
 	t.Run("has at most 100 rows by default, and 1000 in any case", func(t *testing.T) {
 		t.Parallel()
 		f := newFixture(t, url)
@@ -850,6 +867,19 @@ func TestSetupBudget(t *testing.T) {
 			require.NoError(t, err)
 		})
 	}
+	t.Run("of a millisecond is enough where nobody else asks", func(t *testing.T) {
+		t.Parallel()
+		f := newFixture(t, url, repository.WithLockTimeout(time.Millisecond))
+		bound := time.Now().Add(patience) // the machine may be busy
+		for {
+			_, err := f.repo.CreateSetup(t.Context(), uuid.New(), nil)
+			if err == nil {
+				return
+			}
+			requireBusy(t, err, "")
+			require.True(t, time.Now().Before(bound), "it never succeeds: %v", err)
+		}
+	})
 	t.Run("bounds the wait for a connection", func(t *testing.T) {
 		t.Parallel()
 		f := newFixture(t, url, repository.WithLockTimeout(budget))

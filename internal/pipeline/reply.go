@@ -71,7 +71,9 @@ func (r *reply) finish(err error) error {
 	if err != nil && r.last && !r.tx.joined && r.tx.conn.IsClosed() && !uncommitted(err) {
 		err = &OutcomeError{err}
 	}
-	fatal := errors.As(err, new(*BeforeError)) || r.last && err != nil && (pgErr != nil || r.tx.conn.IsClosed())
+	fatal := errors.As(err, new(*BeforeError)) ||
+		err != nil && !r.ran && pgErr == nil || // it was not sent, which the server does not know
+		r.last && err != nil && (pgErr != nil || r.tx.conn.IsClosed())
 	err = r.tx.explain(err)
 	if fatal {
 		r.tx.failed = err
