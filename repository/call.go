@@ -199,10 +199,15 @@ func (r *Repository) readIn(ctx context.Context, outer pgx.Tx, query func(*db.Qu
 		return err
 	}
 	defer release()
-	c := call{started: time.Now()}
-	tx := pipeline.Join(outer)
+	c := call{outer: outer, started: time.Now()}
+	return c.readJoined(ctx, query)
+}
+
+// readJoined runs a query behind a savepoint of the transaction that the call joins.
+func (c *call) readJoined(ctx context.Context, query func(*db.Queries) error) error {
+	tx := pipeline.Join(c.outer)
 	defer tx.Rollback(ctx)
-	tx.Explain = func(err error) error { return c.classify(ctx, err, outer.Conn().IsClosed) }
+	tx.Explain = func(err error) error { return c.classify(ctx, err, c.outer.Conn().IsClosed) }
 	return query(db.New(tx.Last()))
 }
 

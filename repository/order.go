@@ -5,7 +5,6 @@ import (
 	"fmt"
 
 	"github.com/latchkey-go/latchkey/db"
-	"github.com/latchkey-go/latchkey/internal/pipeline"
 )
 
 // LockOrderError says that a transaction which holds one lock asked for another that must come before it. If a
@@ -46,10 +45,11 @@ func (r *Repository) checkOrder(ctx context.Context, c *call) error {
 	if !r.lockOrderCheck && r.observer.LockOrder == nil {
 		return nil
 	}
-	tx := pipeline.Join(c.outer)
-	defer tx.Rollback(ctx)
-	tx.Explain = func(err error) error { return c.classify(ctx, err, c.outer.Conn().IsClosed) }
-	held, err := db.New(tx.Last()).LockListHeld(ctx, maxHeld)
+	var held []db.LockListHeldRow
+	err := c.readJoined(ctx, func(q *db.Queries) (err error) {
+		held, err = q.LockListHeld(ctx, maxHeld)
+		return err
+	})
 	if err != nil {
 		return err
 	}
