@@ -23,11 +23,32 @@ type call struct {
 	try        bool
 	timeout    time.Duration
 	hold       time.Duration // how long the host's function may keep the locks; 0 if there is none
+	foreign    bool          // what it runs is the host's
 	idempotent bool          // it has an idempotency key
 	limit      int64         // of its rule, for the error of the constraint behind it
 
-	started time.Time
-	cut     bool // the timeout is shorter than asked for, because the context's deadline comes first
+	started   time.Time
+	cut       bool // the timeout is shorter than asked for, because the context's deadline comes first
+	keys      db.LockAllParams
+	statement pipeline.Query // all that it runs, if that is one statement
+	err       error          // of the statement, if it ran together with those of other calls
+}
+
+// runOne is run for a rule that is one statement. Calls that wait for the same locks run together.
+func runOne[T any](ctx context.Context, r *Repository, c *call, query func(context.Context, db.DBTX) (T, error)) (T, error) {
+	var row T
+	c.statement = func(ctx context.Context, q db.DBTX) (err error) {
+		if row, err = query(ctx, q); err != nil && c.foreign {
+			err = hostError{err}
+		}
+		return err
+	}
+	err := r.run(ctx, c, func(tx *pipeline.Tx) error { return c.statement(ctx, tx.Last()) })
+	if err != nil {
+		var none T // row may still be written to, if ctx ended
+		return none, err
+	}
+	return row, nil
 }
 
 // run runs fn in a transaction that begins with the call's locks, and commits it if fn returns nil. The locks
@@ -52,27 +73,45 @@ func (r *Repository) run(ctx context.Context, c *call, fn func(tx *pipeline.Tx) 
 		tx := pipeline.Join(c.outer)
 		_ = db.New(tx.Before()).TxRequireReadCommitted(ctx)
 		_ = db.New(tx.After()).TxRestoreTimeouts(ctx)
-		return c.runIn(ctx, tx, c.outer.Conn(), fn)
+		return c.explainIn(ctx, tx, c.outer.Conn(), fn)
 	}
 
+	if len(c.locks) > 0 {
+		t := c.ticket()
+		if err := r.queue.Enter(ctx, t); err != nil {
+			return c.notEntered(ctx, err)
+		}
+		if t.Done() {
+			if p, ok := c.err.(panicked); ok {
+				panic(p.value)
+			}
+			return c.err
+		}
+		defer r.queue.Leave(t)
+	}
 	conn, err := r.acquire(ctx, c)
 	if err != nil {
 		return err
 	}
 	defer conn.Release()
-	err = c.runIn(ctx, pipeline.Begin(conn.Conn()), conn.Conn(), fn)
+	err = c.explainIn(ctx, pipeline.Begin(conn.Conn()), conn.Conn(), fn)
 	if errors.Is(err, ErrReadOnly) {
 		_ = conn.Conn().Close(ctx) // the next call's connection may reach the new primary
 	}
 	return err
 }
 
-func (c *call) runIn(ctx context.Context, tx *pipeline.Tx, conn *pgx.Conn, fn func(tx *pipeline.Tx) error) error {
-	defer tx.Rollback(ctx) // also if fn panics
+func (c *call) explainIn(ctx context.Context, tx *pipeline.Tx, conn *pgx.Conn, fn func(tx *pipeline.Tx) error) error {
 	tx.Explain = func(err error) error { return c.classify(ctx, err, conn.IsClosed) }
+	return c.runIn(ctx, tx, fn)
+}
+
+func (c *call) runIn(ctx context.Context, tx *pipeline.Tx, fn func(tx *pipeline.Tx) error) error {
+	defer tx.Rollback(ctx) // also if fn panics
 	if err := c.queueLocks(ctx, db.New(tx.Before())); err != nil {
 		return err
 	}
+	tx.Foreign = c.foreign
 	tx.PrepareBy = c.started.Add(c.timeout)
 	tx.Ahead = func() error {
 		budget, err := c.budget()
@@ -93,15 +132,6 @@ func (c *call) queueLocks(ctx context.Context, before *db.Queries) error {
 	if err != nil {
 		return err
 	}
-	locks := db.LockAllParams{
-		Keys:      make([]int64, len(c.locks)),
-		Exclusive: make([]bool, len(c.locks)),
-		Ranks:     make([]int32, len(c.locks)),
-	}
-	for i, l := range c.locks {
-		locks.Keys[i], locks.Exclusive[i], locks.Ranks[i] = l.key(), l.exclusive, l.namespace.rank
-	}
-
 	_ = before.TxSetLockBudget(ctx, db.TxSetLockBudgetParams{
 		LockTimeoutMs:  budget.LockTimeoutMs,
 		BudgetMs:       budget.BudgetMs,
@@ -111,9 +141,9 @@ func (c *call) queueLocks(ctx context.Context, before *db.Queries) error {
 		_ = before.TxSetHoldTimeout(ctx, c.hold.Milliseconds())
 	}
 	if c.try {
-		_ = before.LockTryAll(ctx, db.LockTryAllParams(locks))
+		_ = before.LockTryAll(ctx, db.LockTryAllParams(c.keys))
 	} else {
-		_ = before.LockAll(ctx, locks)
+		_ = before.LockAll(ctx, c.keys)
 	}
 	return nil
 }
@@ -132,9 +162,17 @@ func (c *call) budget() (b db.TxRenewLockBudgetParams, err error) {
 	return b, nil
 }
 
-// start begins the budget. The context's deadline shortens it by a little more than is left, so that the
+// start derives the keys of the locks, and begins the budget. The context's deadline shortens it by a little more than is left, so that the
 // server's answer comes before the context ends: then the connection is kept, and the outcome known.
 func (c *call) start(ctx context.Context) error {
+	c.keys = db.LockAllParams{
+		Keys:      make([]int64, len(c.locks)),
+		Exclusive: make([]bool, len(c.locks)),
+		Ranks:     make([]int32, len(c.locks)),
+	}
+	for i, l := range c.locks {
+		c.keys.Keys[i], c.keys.Exclusive[i], c.keys.Ranks[i] = l.key(), l.exclusive, l.namespace.rank
+	}
 	c.started = time.Now()
 	if deadline, ok := ctx.Deadline(); ok {
 		left := deadline.Sub(c.started)

@@ -9,7 +9,6 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/latchkey-go/latchkey/db"
-	"github.com/latchkey-go/latchkey/internal/pipeline"
 )
 
 // Entry is money that moved in an [Account]. Entries are added and never change; the balance is their sum.
@@ -86,15 +85,13 @@ func (r *Repository) deposit(ctx context.Context, c *call, p DepositParams) (*En
 	if err != nil {
 		return nil, err
 	}
-	var row db.EntryInsertDepositRow
-	err = r.run(ctx, c, func(tx *pipeline.Tx) (err error) {
-		row, err = db.New(tx.Last()).EntryInsertDeposit(ctx, db.EntryInsertDepositParams{
+	row, err := runOne(ctx, r, c, func(ctx context.Context, q db.DBTX) (db.EntryInsertDepositRow, error) {
+		return db.New(q).EntryInsertDeposit(ctx, db.EntryInsertDepositParams{
 			ID:             id,
 			AccountID:      p.AccountID,
 			Amount:         p.Amount,
 			IdempotencyKey: key,
 		})
-		return err
 	})
 	switch {
 	case err != nil:
@@ -149,15 +146,13 @@ func (r *Repository) withdraw(ctx context.Context, c *call, p WithdrawParams) (*
 	if err != nil {
 		return nil, err
 	}
-	var row db.EntryInsertWithdrawalRow
-	err = r.run(ctx, c, func(tx *pipeline.Tx) (err error) {
-		row, err = db.New(tx.Last()).EntryInsertWithdrawal(ctx, db.EntryInsertWithdrawalParams{
+	row, err := runOne(ctx, r, c, func(ctx context.Context, q db.DBTX) (db.EntryInsertWithdrawalRow, error) {
+		return db.New(q).EntryInsertWithdrawal(ctx, db.EntryInsertWithdrawalParams{
 			ID:             id,
 			AccountID:      p.AccountID,
 			Amount:         p.Amount,
 			IdempotencyKey: key,
 		})
-		return err
 	})
 	switch {
 	case err != nil:

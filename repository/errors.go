@@ -107,11 +107,12 @@ type LockBusyError struct {
 	Namespace string        // of the lock; empty for a call that takes none
 	Waited    time.Duration // from the start of the call
 	Where     string        // what it waited for, one of the Where constants
-	Err       error         // the server's *[pgconn.PgError]; nil if it was not asked
+	Err       error         // the server's *[pgconn.PgError], or what the queue says; nil if its time was over
 }
 
 // Where a call was waiting when it gave up.
 const (
+	WhereQueue    = "queue"    // for another call of this process with the same key, or the queue of those is full
 	WherePool     = "pool"     // for a connection
 	WhereAdvisory = "advisory" // for the advisory lock, held by another call with the same key
 	WhereRow      = "row"      // for a row that another transaction has written, without the lock
@@ -223,7 +224,7 @@ func (c *call) classify(ctx context.Context, err error, lost func() bool) error 
 	case errors.As(err, &before) && gaveUp && len(c.locks) > 0:
 		return withContext(ctx, c.busy(WhereAdvisory, err))
 
-	case gaveUp && (c.hold == 0 || pgErr.Code == lockNotAvailable):
+	case gaveUp && (!c.foreign || pgErr.Code == lockNotAvailable):
 		// latchkey's own statements take microseconds unless they wait; the host's may be cancelled for what
 		// they do.
 		return withContext(ctx, c.busy(WhereRow, err))
@@ -240,11 +241,11 @@ func (c *call) classify(ctx context.Context, err error, lost func() bool) error 
 	case pgErr.Code == checkViolation && constraint == balanceConstraint:
 		return fmt.Errorf("%w: %w", ErrInsufficientFunds, err)
 
-	case pgErr.Code == numericOutOfRange && c.hold == 0:
+	case pgErr.Code == numericOutOfRange && !c.foreign:
 		// A writer without the lock changed the balance between the check and the write.
 		return fmt.Errorf("%w: %w", errBalanceRange, err)
 
-	case pgErr.Code == invalidParameterValue && c.hold == 0 && before == nil:
+	case pgErr.Code == invalidParameterValue && !c.foreign && before == nil:
 		return fmt.Errorf("%w: %w", errTimeZone, err)
 
 	case conditions[pgErr.Code] != nil:

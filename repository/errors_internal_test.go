@@ -163,55 +163,55 @@ func TestClassify(t *testing.T) {
 	outcome := func(err error) error { return &pipeline.OutcomeError{Err: err} }
 
 	for _, tc := range []struct {
-		name  string
-		ctx   context.Context //nolint:containedctx // a column of the table
-		hold  time.Duration   // of the host's function; 0 if the statement is latchkey's own
-		err   error
-		lost  bool
-		is    []error
-		where string // of the LockBusyError, if it is one
+		name    string
+		ctx     context.Context //nolint:containedctx // a column of the table
+		foreign bool            // the statement is the host's
+		err     error
+		lost    bool
+		is      []error
+		where   string // of the LockBusyError, if it is one
 	}{
-		{"a lock not available before the statement is the advisory lock", t.Context(), 0, before(code("55P03", "")), false, []error{ErrLockBusy}, WhereAdvisory},
-		{"a lock not available in the statement is a row", t.Context(), 0, code("55P03", ""), false, []error{ErrLockBusy}, WhereRow},
-		{"the budget of several locks ends them as a cancelled query", t.Context(), 0, before(code("57014", "")), false, []error{ErrLockBusy}, WhereAdvisory},
-		{"a cancelled query of a cancelled context is the context's", cancelled, 0, before(code("57014", "")), true, []error{context.Canceled}, ""},
-		{"a lock timeout seen after the deadline is both", expired, 0, before(code("55P03", "")), false, []error{ErrLockBusy, context.DeadlineExceeded}, WhereAdvisory},
-		{"a cancelled query after the deadline is both", expired, 0, code("57014", ""), false, []error{ErrLockBusy, context.DeadlineExceeded}, WhereRow},
-		{"a deadlock", t.Context(), 0, before(code("40P01", "")), false, []error{ErrDeadlock}, ""},
-		{"a serialization failure", t.Context(), 0, code("40001", ""), false, []error{ErrSerialization}, ""},
-		{"a full lock table", t.Context(), 0, before(code("53200", "")), false, []error{ErrTooManyLocks}, ""},
-		{"a read-only server", t.Context(), 0, code("25006", ""), false, []error{ErrReadOnly}, ""},
-		{"a wrong isolation level", t.Context(), 0, before(code("25000", "")), false, []error{ErrIsolation}, ""},
-		{"the pending constraint", t.Context(), 0, code("23505", "setup_requests_pending_key"), false, []error{ErrPendingExists}, ""},
-		{"the idempotency constraint", t.Context(), 0, code("23505", "setup_requests_idempotency_key"), false, []error{ErrIdempotencyConflict}, ""},
-		{"the idempotency constraint of accounts", t.Context(), 0, code("23505", "accounts_idempotency_key"), false, []error{ErrIdempotencyConflict}, ""},
-		{"the idempotency constraint of entries", t.Context(), 0, code("23505", "entries_idempotency_key"), false, []error{ErrIdempotencyConflict}, ""},
-		{"the constraint of balances", t.Context(), 0, code("23514", "accounts_balance_check"), false, []error{ErrInsufficientFunds}, ""},
-		{"the constraint of balances in the host's statement", t.Context(), time.Second, code("23514", "accounts_balance_check"), false, []error{ErrInsufficientFunds}, ""},
-		{"the host's constraint of the same name has no meaning", t.Context(), 0, &pgconn.PgError{
+		{"a lock not available before the statement is the advisory lock", t.Context(), false, before(code("55P03", "")), false, []error{ErrLockBusy}, WhereAdvisory},
+		{"a lock not available in the statement is a row", t.Context(), false, code("55P03", ""), false, []error{ErrLockBusy}, WhereRow},
+		{"the budget of several locks ends them as a cancelled query", t.Context(), false, before(code("57014", "")), false, []error{ErrLockBusy}, WhereAdvisory},
+		{"a cancelled query of a cancelled context is the context's", cancelled, false, before(code("57014", "")), true, []error{context.Canceled}, ""},
+		{"a lock timeout seen after the deadline is both", expired, false, before(code("55P03", "")), false, []error{ErrLockBusy, context.DeadlineExceeded}, WhereAdvisory},
+		{"a cancelled query after the deadline is both", expired, false, code("57014", ""), false, []error{ErrLockBusy, context.DeadlineExceeded}, WhereRow},
+		{"a deadlock", t.Context(), false, before(code("40P01", "")), false, []error{ErrDeadlock}, ""},
+		{"a serialization failure", t.Context(), false, code("40001", ""), false, []error{ErrSerialization}, ""},
+		{"a full lock table", t.Context(), false, before(code("53200", "")), false, []error{ErrTooManyLocks}, ""},
+		{"a read-only server", t.Context(), false, code("25006", ""), false, []error{ErrReadOnly}, ""},
+		{"a wrong isolation level", t.Context(), false, before(code("25000", "")), false, []error{ErrIsolation}, ""},
+		{"the pending constraint", t.Context(), false, code("23505", "setup_requests_pending_key"), false, []error{ErrPendingExists}, ""},
+		{"the idempotency constraint", t.Context(), false, code("23505", "setup_requests_idempotency_key"), false, []error{ErrIdempotencyConflict}, ""},
+		{"the idempotency constraint of accounts", t.Context(), false, code("23505", "accounts_idempotency_key"), false, []error{ErrIdempotencyConflict}, ""},
+		{"the idempotency constraint of entries", t.Context(), false, code("23505", "entries_idempotency_key"), false, []error{ErrIdempotencyConflict}, ""},
+		{"the constraint of balances", t.Context(), false, code("23514", "accounts_balance_check"), false, []error{ErrInsufficientFunds}, ""},
+		{"the constraint of balances in the host's statement", t.Context(), true, code("23514", "accounts_balance_check"), false, []error{ErrInsufficientFunds}, ""},
+		{"the host's constraint of the same name has no meaning", t.Context(), false, &pgconn.PgError{
 			Code: "23514", SchemaName: "public", ConstraintName: "accounts_balance_check",
 		}, false, nil, ""},
-		{"a balance out of range", t.Context(), 0, code("22003", ""), false, []error{ErrInvalid}, ""},
-		{"a number out of range in the host's statement has no meaning", t.Context(), time.Second, code("22003", ""), false, nil, ""},
-		{"an unknown time zone", t.Context(), 0, code("22023", ""), false, []error{ErrInvalid}, ""},
-		{"a bad setting before the statement has no meaning", t.Context(), 0, before(code("22023", "")), false, nil, ""},
-		{"a bad value in the host's statement has no meaning", t.Context(), time.Second, code("22023", ""), false, nil, ""},
-		{"another unique constraint has no meaning", t.Context(), 0, code("23505", "setup_requests_pkey"), false, nil, ""},
-		{"another code on the pending constraint has no meaning", t.Context(), 0, code("23514", "setup_requests_pending_key"), false, nil, ""},
-		{"a connection that is gone", t.Context(), 0, io.ErrUnexpectedEOF, true, []error{ErrConnectionLost}, ""},
-		{"a backend that was terminated", t.Context(), 0, code("57P01", ""), true, []error{ErrConnectionLost}, ""},
-		{"a connection that the context closed", cancelled, 0, io.ErrUnexpectedEOF, true, []error{context.Canceled}, ""},
-		{"no answer to commit", t.Context(), 0, outcome(io.ErrUnexpectedEOF), true, []error{ErrOutcomeUnknown}, ""},
-		{"no answer to commit as the context ended", cancelled, 0, outcome(io.ErrUnexpectedEOF), true, []error{ErrOutcomeUnknown, context.Canceled}, ""},
-		{"no answer to commit, told by a code", t.Context(), 0, outcome(before(code("55P03", ""))), true, []error{ErrOutcomeUnknown}, ""},
-		{"anything else", t.Context(), 0, code("42501", ""), false, nil, ""},
-		{"a lock not available in the host's statement is a row", t.Context(), time.Second, code("55P03", ""), false, []error{ErrLockBusy}, WhereRow},
-		{"a cancelled query of the host's may have worked for too long", t.Context(), time.Second, code("57014", ""), false, nil, ""},
-		{"a cancelled query before the host's is the locks", t.Context(), time.Second, before(code("57014", "")), false, []error{ErrLockBusy}, WhereAdvisory},
+		{"a balance out of range", t.Context(), false, code("22003", ""), false, []error{ErrInvalid}, ""},
+		{"a number out of range in the host's statement has no meaning", t.Context(), true, code("22003", ""), false, nil, ""},
+		{"an unknown time zone", t.Context(), false, code("22023", ""), false, []error{ErrInvalid}, ""},
+		{"a bad setting before the statement has no meaning", t.Context(), false, before(code("22023", "")), false, nil, ""},
+		{"a bad value in the host's statement has no meaning", t.Context(), true, code("22023", ""), false, nil, ""},
+		{"another unique constraint has no meaning", t.Context(), false, code("23505", "setup_requests_pkey"), false, nil, ""},
+		{"another code on the pending constraint has no meaning", t.Context(), false, code("23514", "setup_requests_pending_key"), false, nil, ""},
+		{"a connection that is gone", t.Context(), false, io.ErrUnexpectedEOF, true, []error{ErrConnectionLost}, ""},
+		{"a backend that was terminated", t.Context(), false, code("57P01", ""), true, []error{ErrConnectionLost}, ""},
+		{"a connection that the context closed", cancelled, false, io.ErrUnexpectedEOF, true, []error{context.Canceled}, ""},
+		{"no answer to commit", t.Context(), false, outcome(io.ErrUnexpectedEOF), true, []error{ErrOutcomeUnknown}, ""},
+		{"no answer to commit as the context ended", cancelled, false, outcome(io.ErrUnexpectedEOF), true, []error{ErrOutcomeUnknown, context.Canceled}, ""},
+		{"no answer to commit, told by a code", t.Context(), false, outcome(before(code("55P03", ""))), true, []error{ErrOutcomeUnknown}, ""},
+		{"anything else", t.Context(), false, code("42501", ""), false, nil, ""},
+		{"a lock not available in the host's statement is a row", t.Context(), true, code("55P03", ""), false, []error{ErrLockBusy}, WhereRow},
+		{"a cancelled query of the host's may have worked for too long", t.Context(), true, code("57014", ""), false, nil, ""},
+		{"a cancelled query before the host's is the locks", t.Context(), true, before(code("57014", "")), false, []error{ErrLockBusy}, WhereAdvisory},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
-			c := &call{locks: []Lock{setupNamespace.Exclusive("1")}, hold: tc.hold, limit: 3, started: time.Now()}
+			c := &call{locks: []Lock{setupNamespace.Exclusive("1")}, foreign: tc.foreign, limit: 3, started: time.Now()}
 			err := c.classify(tc.ctx, tc.err, func() bool { return tc.lost })
 			requireIs(t, err, tc.is...)
 

@@ -57,6 +57,32 @@ func (r *Repository) TryGuard(ctx context.Context, locks []Lock, fn func(ctx con
 	return r.guard(ctx, &call{locks: locks, try: true}, fn)
 }
 
+// GuardQuery is [Repository.Guard] for a rule that is one statement, such as INSERT ... SELECT ... WHERE (SELECT
+// count(*) ...) < $1. It costs one round trip, and calls that wait for the same locks run together: see
+// [WithCoalescing].
+//
+//	id, err := repository.GuardQuery(ctx, repo, locks, func(ctx context.Context, q repository.DBTX) (int64, error) {
+//		return hostdb.New(q).InsertTicketWithinLimit(ctx, params)
+//	})
+//
+// query must run one statement, and do nothing else that has an effect: it may be called several times, on another
+// goroutine, and once more after GuardQuery has returned because ctx ended. Its error is returned as it is. Where that
+// is the statement's, such as [ErrLockBusy], nothing was written; any other, such as [pgx.ErrNoRows] of a statement
+// whose condition did not hold, undoes nothing.
+func GuardQuery[T any](ctx context.Context, r *Repository, locks []Lock, query func(ctx context.Context, q DBTX) (T, error)) (_ T, err error) {
+	err = errNotReturned
+	defer r.done(ctx, "GuardQuery", time.Now(), &err)
+	var none T
+	if query == nil {
+		return none, &InvalidError{"query", "must not be nil"}
+	}
+	if err := checkLocks(locks); err != nil {
+		return none, err
+	}
+	c := &call{locks: locks, timeout: r.lockTimeout, foreign: true}
+	return runOne(ctx, r, c, query)
+}
+
 // GuardTx takes locks in a transaction of the caller's, in one round trip; they are held until it ends, or until
 // it rolls back to a savepoint that is older than they are. What the caller reads after GuardTx is guarded by
 // them; what it read before is not.
@@ -84,11 +110,10 @@ func (r *Repository) guard(ctx context.Context, c *call, fn func(ctx context.Con
 		return err
 	}
 	c.timeout = r.lockTimeout
-	c.hold = r.holdTimeout
+	c.hold, c.foreign = r.holdTimeout, true
 	cancel := context.CancelFunc(func() {})
 	defer func() { cancel() }() // after the end of the transaction, which reads the rows that fn left open
 	return r.run(ctx, c, func(tx *pipeline.Tx) error {
-		tx.Foreign = true
 		ctx, stop := context.WithDeadline(ctx, c.started.Add(c.timeout+c.hold)) //nolint:gosec // it is called, above
 		cancel = stop
 		if err := fn(ctx, &Tx{tx}); err != nil {

@@ -22,6 +22,8 @@ import (
 	"time"
 
 	"github.com/jackc/pgx/v5/pgxpool"
+
+	"github.com/latchkey-go/latchkey/internal/keyqueue"
 )
 
 // DefaultLockTimeout is the lock timeout without [WithLockTimeout]: longer than any queue of healthy calls,
@@ -31,11 +33,21 @@ const DefaultLockTimeout = 2 * time.Second
 // DefaultHoldTimeout is the hold timeout without [WithHoldTimeout]: a guarded function runs a few statements.
 const DefaultHoldTimeout = 5 * time.Second
 
-// Repository is the data layer. It holds no state of its own beside the pool, and is safe for concurrent use.
+// DefaultMaxWaiters is the bound of the queue without [WithMaxWaiters]: some megabytes.
+const DefaultMaxWaiters = 10_000
+
+// DefaultMaxBatch is the bound of a batch without [WithCoalescing]: beyond it, a larger one is hardly faster.
+const DefaultMaxBatch = 64
+
+// Repository is the data layer. It holds no state of its own beside the pool and the queue of the calls that wait,
+// and is safe for concurrent use. Calls of two Repositories meet at the server, so one for each pool is best.
 type Repository struct {
 	pool        *pgxpool.Pool
+	queue       *keyqueue.Queue[*call]
 	lockTimeout time.Duration
 	holdTimeout time.Duration
+	maxWaiters  int
+	maxBatch    int
 	observer    Observer
 
 	lockOrderCheck bool
@@ -47,8 +59,8 @@ type Option struct {
 	apply func(*Repository) error
 }
 
-// WithLockTimeout bounds the whole wait of a call until it has its locks: for a connection, and for every lock
-// in the server. It is [DefaultLockTimeout] if not given or 0; otherwise from 1 ms to 24 days. The context's
+// WithLockTimeout bounds the whole wait of a call until it has its locks: in the queue of this process, for a
+// connection, and for every lock in the server. It is [DefaultLockTimeout] if not given or 0; otherwise from 1 ms to 24 days. The context's
 // deadline shortens it, and so may a call's own option.
 func WithLockTimeout(d time.Duration) Option {
 	return Option{"WithLockTimeout", func(r *Repository) (err error) {
@@ -66,6 +78,37 @@ func WithHoldTimeout(d time.Duration) Option {
 	return Option{"WithHoldTimeout", func(r *Repository) (err error) {
 		r.holdTimeout, err = timeout("HoldTimeout", d, DefaultHoldTimeout)
 		return err
+	}}
+}
+
+// WithMaxWaiters bounds how many calls of this process may wait for one key; one more is [ErrLockBusy] at once. It is
+// [DefaultMaxWaiters] if not given; otherwise from 1 to 1,000,000.
+//
+// One call for a key goes to the database at a time, those for shared locks together. The others wait in memory, first
+// come, first served, and hold no connection.
+func WithMaxWaiters(perKey int) Option {
+	return Option{"WithMaxWaiters", func(r *Repository) error {
+		if perKey < 1 || perKey > 1_000_000 {
+			return &InvalidError{"MaxWaiters", "must be from 1 to 1,000,000"}
+		}
+		r.maxWaiters = perKey
+		return nil
+	}}
+}
+
+// WithCoalescing bounds how many calls that wait for the same locks run together, as consecutive statements of one
+// transaction: CreateSetup, Deposit, Withdraw, Transfer and [GuardQuery]. Each has a result of its own, and no
+// call waits for others to come. It is [DefaultMaxBatch] if not given; otherwise up to 1024, and with 0 or 1 none do.
+//
+// Where such a transaction fails, its calls run again, each alone, so that none is harmed by another. A call whose
+// context ends while the transaction is on its way is [ErrOutcomeUnknown], and does not stop the others.
+func WithCoalescing(maxBatch int) Option {
+	return Option{"WithCoalescing", func(r *Repository) error {
+		if maxBatch < 0 || maxBatch > 1024 {
+			return &InvalidError{"MaxBatch", "must be from 0 to 1024"}
+		}
+		r.maxBatch = maxBatch
+		return nil
 	}}
 }
 
@@ -114,7 +157,13 @@ func New(pool *pgxpool.Pool, opts ...Option) (*Repository, error) {
 	if pool == nil {
 		return nil, wrap("new", &InvalidError{"pool", "must not be nil"})
 	}
-	r := &Repository{pool: pool, lockTimeout: DefaultLockTimeout, holdTimeout: DefaultHoldTimeout}
+	r := &Repository{
+		pool:        pool,
+		lockTimeout: DefaultLockTimeout,
+		holdTimeout: DefaultHoldTimeout,
+		maxWaiters:  DefaultMaxWaiters,
+		maxBatch:    DefaultMaxBatch,
+	}
 	given := make(map[string]bool, len(opts))
 	for _, o := range opts {
 		if o.apply == nil {
@@ -128,6 +177,7 @@ func New(pool *pgxpool.Pool, opts ...Option) (*Repository, error) {
 			return nil, wrap("new", err)
 		}
 	}
+	r.queue = keyqueue.New(r.maxWaiters, r.maxBatch, r.runTogether)
 	return r, nil
 }
 

@@ -121,15 +121,13 @@ func (r *Repository) createSetup(ctx context.Context, c *call, userID uuid.UUID,
 	c.timeout = lockTimeout
 	c.idempotent = key != nil
 	c.limit = int64(maxPending)
-	var row db.SetupInsertWithinLimitRow
-	err = r.run(ctx, c, func(tx *pipeline.Tx) (err error) {
-		row, err = db.New(tx.Last()).SetupInsertWithinLimit(ctx, db.SetupInsertWithinLimitParams{
+	row, err := runOne(ctx, r, c, func(ctx context.Context, q db.DBTX) (db.SetupInsertWithinLimitRow, error) {
+		return db.New(q).SetupInsertWithinLimit(ctx, db.SetupInsertWithinLimitParams{
 			ID:             id,
 			UserID:         userID,
 			MaxPending:     int16(maxPending),
 			IdempotencyKey: key,
 		})
-		return err
 	})
 	switch {
 	case err != nil:

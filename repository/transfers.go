@@ -9,7 +9,6 @@ import (
 	"github.com/jackc/pgx/v5"
 
 	"github.com/latchkey-go/latchkey/db"
-	"github.com/latchkey-go/latchkey/internal/pipeline"
 )
 
 // Transfer is money that moved from one [Account] to another. Each of them has an [Entry] that says so.
@@ -86,9 +85,8 @@ func (r *Repository) transfer(ctx context.Context, c *call, p TransferParams) (*
 		}
 	}
 
-	var row db.TransferInsertRow
-	err = r.run(ctx, c, func(tx *pipeline.Tx) (err error) {
-		row, err = db.New(tx.Last()).TransferInsert(ctx, db.TransferInsertParams{
+	row, err := runOne(ctx, r, c, func(ctx context.Context, q db.DBTX) (db.TransferInsertRow, error) {
+		return db.New(q).TransferInsert(ctx, db.TransferInsertParams{
 			ID:             ids[0],
 			FromEntryID:    ids[1],
 			ToEntryID:      ids[2],
@@ -97,7 +95,6 @@ func (r *Repository) transfer(ctx context.Context, c *call, p TransferParams) (*
 			Amount:         p.Amount,
 			IdempotencyKey: key,
 		})
-		return err
 	})
 	switch {
 	case err != nil:

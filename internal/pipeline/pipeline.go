@@ -204,7 +204,7 @@ func (tx *Tx) exec(ctx context.Context, query statement, last bool) (pgconn.Comm
 		return pgconn.CommandTag{}, ErrInUse
 	}
 	defer tx.mu.Unlock()
-	return tx.start(ctx, &query, last).exec()
+	return tx.start(ctx, []statement{query}, last).exec()
 }
 
 func (tx *Tx) query(ctx context.Context, query statement, last bool) (pgx.Rows, error) {
@@ -212,12 +212,12 @@ func (tx *Tx) query(ctx context.Context, query statement, last bool) (pgx.Rows, 
 		return failed{ErrInUse}, ErrInUse
 	}
 	defer tx.mu.Unlock()
-	return tx.start(ctx, &query, last).query() //nolint:sqlclosecheck // the rows are the caller's to close
+	return tx.start(ctx, []statement{query}, last).query() //nolint:sqlclosecheck // the rows are the caller's to close
 }
 
-// start sends what is queued and the query, if there is one, and reads the answers that come before the
-// query's own.
-func (tx *Tx) start(ctx context.Context, query *statement, last bool) *reply {
+// start sends what is queued and the queries, if there are any, and reads the answers that come before the
+// queries' own.
+func (tx *Tx) start(ctx context.Context, queries []statement, last bool) *reply {
 	switch {
 	case tx.ended:
 		return &reply{tx: tx, done: true, err: pgx.ErrTxClosed}
@@ -235,13 +235,13 @@ func (tx *Tx) start(ctx context.Context, query *statement, last bool) *reply {
 			return &reply{tx: tx, done: true, err: tx.failed}
 		}
 	}
-	statements := tx.statements(query, last)
+	statements := tx.statements(queries, last)
 	if tx.before != nil && !preparedOn(tx.conn).covers(statements) {
-		if err := tx.beginAhead(ctx, query, last); err != nil {
+		if err := tx.beginAhead(ctx, queries, last); err != nil {
 			tx.failed = tx.explain(err)
 			return &reply{tx: tx, done: true, err: tx.failed}
 		}
-		statements = tx.statements(query, last)
+		statements = tx.statements(queries, last)
 	}
 
 	r := &reply{tx: tx, statements: statements, last: last}
@@ -277,22 +277,17 @@ func (tx *Tx) readBefore(results pgx.BatchResults, n int) error {
 	return nil
 }
 
-// statements are those that are queued, together with the query, if there is one.
-func (tx *Tx) statements(query *statement, last bool) []statement {
-	statements := slices.Clone(tx.before)
-	if query != nil {
-		statements = append(statements, *query)
+// statements are those that are queued, together with the queries.
+func (tx *Tx) statements(queries []statement, last bool) []statement {
+	if !last {
+		return slices.Concat(tx.before, queries)
 	}
-	if last {
-		statements = append(statements, tx.after...)
-		statements = append(statements, statement{sql: tx.commit})
-	}
-	return statements
+	return slices.Concat(tx.before, queries, tx.after, []statement{{sql: tx.commit}})
 }
 
 // beginAhead begins the transaction, and sends what is queued before the query but the last of it, which is what
 // takes the locks: they are still not held across the network. Then it prepares the rest.
-func (tx *Tx) beginAhead(ctx context.Context, query *statement, last bool) error {
+func (tx *Tx) beginAhead(ctx context.Context, queries []statement, last bool) error {
 	p := preparedOn(tx.conn)
 	for !tx.begun || len(tx.before) > 1 {
 		ahead := tx.before[:1]
@@ -315,9 +310,9 @@ func (tx *Tx) beginAhead(ctx context.Context, query *statement, last bool) error
 		tx.before = tx.before[len(ahead):]
 	}
 	if tx.Foreign {
-		query = nil
+		queries = nil
 	}
-	if err := p.name(ctx, tx.conn, tx.statements(query, last)); err != nil || tx.Ahead == nil {
+	if err := p.name(ctx, tx.conn, tx.statements(queries, last)); err != nil || tx.Ahead == nil {
 		return err
 	}
 	lock := tx.before

@@ -42,7 +42,7 @@ func (r *reply) query() (pgx.Rows, error) {
 	if err != nil {
 		err = r.finish(err)
 	}
-	return &rows{r.rows, r}, err
+	return &rows{scanned{r.rows}, r}, err
 }
 
 // finish is called with the query's own error once its answer has been read, and returns the error of all.
@@ -110,7 +110,7 @@ func (r *reply) finishLast() error {
 
 // rows are a query's rows; when the last has been read or they are closed, so is the reply.
 type rows struct {
-	pgx.Rows
+	scanned
 	reply *reply
 }
 
@@ -122,17 +122,6 @@ func (r *rows) Next() bool {
 	}
 	_ = r.reply.finish(r.Rows.Err()) // Err returns it
 	return false
-}
-
-// Scan does what that of pgx does, except that an error of its own does not end the rows: that would hide what the
-// server still has to say, to the query or to COMMIT.
-func (r *rows) Scan(dest ...any) error {
-	if len(dest) == 1 {
-		if scanner, ok := dest[0].(pgx.RowScanner); ok {
-			return scanner.ScanRow(r)
-		}
-	}
-	return pgx.ScanRow(r.TypeMap(), r.FieldDescriptions(), r.RawValues(), dest...)
 }
 
 func (r *rows) Close() {
@@ -149,6 +138,19 @@ func (r *rows) Err() error {
 		return r.reply.err
 	}
 	return r.Rows.Err()
+}
+
+// scanned are rows whose Scan does what that of pgx does, except that an error of its own does not end the rows: that
+// would hide what the server still has to say, to the query or to COMMIT.
+type scanned struct{ pgx.Rows }
+
+func (r scanned) Scan(dest ...any) error {
+	if len(dest) == 1 {
+		if scanner, ok := dest[0].(pgx.RowScanner); ok {
+			return scanner.ScanRow(r)
+		}
+	}
+	return pgx.ScanRow(r.TypeMap(), r.FieldDescriptions(), r.RawValues(), dest...)
 }
 
 // row is the first of some rows, read as pgx reads one.

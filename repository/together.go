@@ -1,0 +1,118 @@
+package repository
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/jackc/pgx/v5"
+
+	"github.com/latchkey-go/latchkey/db"
+	"github.com/latchkey-go/latchkey/internal/keyqueue"
+	"github.com/latchkey-go/latchkey/internal/pipeline"
+)
+
+type ticket = keyqueue.Ticket[*call]
+
+// ticket is the call's place in the queue of this process.
+func (c *call) ticket() *ticket {
+	locks := make([]keyqueue.Lock, len(c.locks))
+	for i, key := range c.keys.Keys {
+		locks[i] = keyqueue.Lock{Key: key, Exclusive: c.keys.Exclusive[i]}
+	}
+	return &ticket{
+		Call:     c,
+		Locks:    keyqueue.Distinct(locks),
+		Deadline: c.started.Add(c.timeout),
+		Try:      c.try,
+		Together: c.statement != nil,
+	}
+}
+
+// notEntered says why the call did not get its turn in the queue.
+func (c *call) notEntered(ctx context.Context, err error) error {
+	switch {
+	case errors.Is(err, keyqueue.ErrDeparted):
+		return &outcomeError{c.idempotent, ctx.Err()}
+	case errors.Is(err, keyqueue.ErrFull), errors.Is(err, keyqueue.ErrTaken):
+		return c.busy(WhereQueue, err)
+	case errors.Is(err, keyqueue.ErrTimeout):
+		return c.busy(WhereQueue, nil)
+	}
+	return err
+}
+
+// runTogether runs calls that wait for the same locks, each of them one statement, as consecutive statements of one
+// transaction. If that fails, they run again, each alone: no call is harmed by another.
+func (r *Repository) runTogether(ctx context.Context, b *keyqueue.Batch[*call]) {
+	var again []*ticket
+	alone := false
+	defer func() { b.End(again, alone) }()
+
+	first := b.First().Call
+	conn, err := r.acquire(ctx, first)
+	calls := b.Depart()
+	explain := func(*call) error { return err }
+	if err == nil {
+		defer conn.Release()
+		err = runCalls(ctx, conn.Conn(), calls)
+		explain = func(c *call) error { return c.classify(ctx, err, conn.Conn().IsClosed) }
+	}
+	if err == nil {
+		return
+	}
+
+	var busy *LockBusyError
+	reason := explain(first)
+	switch {
+	case errors.As(reason, &busy) && busy.Where != WhereRow: // it was the first one's time that ran out
+		first.err = reason
+		again = slices.DeleteFunc(calls, func(t *ticket) bool { return t.Call == first })
+	case conn == nil, errors.Is(reason, ErrOutcomeUnknown):
+		for _, t := range calls {
+			t.Call.err = explain(t.Call)
+		}
+	default:
+		again, alone = calls, true
+	}
+}
+
+// runCalls runs the statements of calls in one transaction, and notes in each what it returned.
+func runCalls(ctx context.Context, conn *pgx.Conn, calls []*ticket) error {
+	if len(calls) == 0 {
+		return nil
+	}
+	statements := make([]pipeline.Query, len(calls))
+	for i, t := range calls {
+		statements[i] = t.Call.statement
+		if t.Call.foreign {
+			statements[i] = t.Call.recovered
+		}
+	}
+	return calls[0].Call.runIn(ctx, pipeline.Begin(conn), func(tx *pipeline.Tx) error {
+		tx.Foreign = slices.ContainsFunc(calls, func(t *ticket) bool { return t.Call.foreign })
+		errs, err := tx.LastTogether(ctx, statements)
+		if err != nil {
+			return err
+		}
+		for i, t := range calls {
+			t.Call.err = errs[i]
+		}
+		return nil
+	})
+}
+
+// panicked is what the host's function panicked with, on a goroutine that is not its caller's.
+type panicked struct{ value any }
+
+func (p panicked) Error() string { return fmt.Sprintf("panic: %v", p.value) }
+
+func (c *call) recovered(ctx context.Context, q db.DBTX) (err error) {
+	defer func() {
+		if value := recover(); value != nil {
+			err = panicked{value}
+		}
+	}()
+	return c.statement(ctx, q)
+}
