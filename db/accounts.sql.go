@@ -9,7 +9,7 @@ import (
 	"context"
 	"time"
 
-	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5/pgtype"
 )
 
 const accountGet = `-- name: AccountGet :one
@@ -21,7 +21,7 @@ WHERE a.id = $1
 // AccountGet returns the account. No row: there is none with this id.
 //
 // Locks: none. Index: accounts_pkey.
-func (q *Queries) AccountGet(ctx context.Context, id uuid.UUID) (Account, error) {
+func (q *Queries) AccountGet(ctx context.Context, id pgtype.UUID) (Account, error) {
 	row := q.db.QueryRow(ctx, accountGet, id)
 	var i Account
 	err := row.Scan(
@@ -54,16 +54,16 @@ SELECT i.id, i.owner_id, i.balance, i.daily_limit, i.time_zone, i.idempotency_ke
 `
 
 type AccountInsertParams struct {
-	OwnerID        uuid.UUID
+	OwnerID        pgtype.UUID
 	IdempotencyKey *string
-	ID             uuid.UUID
+	ID             pgtype.UUID
 	DailyLimit     int64
 	TimeZone       string
 }
 
 type AccountInsertRow struct {
-	ID             uuid.UUID
-	OwnerID        uuid.UUID
+	ID             pgtype.UUID
+	OwnerID        pgtype.UUID
 	Balance        int64
 	DailyLimit     int64
 	TimeZone       string

@@ -9,7 +9,7 @@ import (
 	"context"
 	"time"
 
-	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5/pgtype"
 )
 
 const entryInsertDeposit = `-- name: EntryInsertDeposit :one
@@ -46,20 +46,20 @@ LEFT JOIN chosen AS c ON true
 `
 
 type EntryInsertDepositParams struct {
-	AccountID      uuid.UUID
+	AccountID      pgtype.UUID
 	IdempotencyKey *string
 	Amount         int64
-	ID             uuid.UUID
+	ID             pgtype.UUID
 }
 
 type EntryInsertDepositRow struct {
 	Found          bool
-	ID             *uuid.UUID
-	AccountID      *uuid.UUID
+	ID             pgtype.UUID
+	AccountID      pgtype.UUID
 	Kind           *string
 	Amount         *int64
 	BalanceAfter   *int64
-	TransferID     *uuid.UUID
+	TransferID     pgtype.UUID
 	IdempotencyKey *string
 	CreatedAt      *time.Time
 }
@@ -149,10 +149,10 @@ LEFT JOIN chosen AS c ON true
 `
 
 type EntryInsertWithdrawalParams struct {
-	AccountID      uuid.UUID
+	AccountID      pgtype.UUID
 	IdempotencyKey *string
 	Amount         int64
-	ID             uuid.UUID
+	ID             pgtype.UUID
 }
 
 type EntryInsertWithdrawalRow struct {
@@ -160,12 +160,12 @@ type EntryInsertWithdrawalRow struct {
 	Allowed        bool
 	DailyLimit     int64
 	SpentBefore    int64
-	ID             *uuid.UUID
-	AccountID      *uuid.UUID
+	ID             pgtype.UUID
+	AccountID      pgtype.UUID
 	Kind           *string
 	Amount         *int64
 	BalanceAfter   *int64
-	TransferID     *uuid.UUID
+	TransferID     pgtype.UUID
 	IdempotencyKey *string
 	CreatedAt      *time.Time
 }
@@ -219,9 +219,9 @@ LIMIT $4
 `
 
 type EntryListByAccountParams struct {
-	AccountID       uuid.UUID
+	AccountID       pgtype.UUID
 	BeforeCreatedAt time.Time
-	BeforeID        uuid.UUID
+	BeforeID        pgtype.UUID
 	MaxRows         int32
 }
 

@@ -7,14 +7,14 @@ package db
 import (
 	"time"
 
-	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5/pgtype"
 )
 
 // Money of an owner, in minor units of one currency.
 type Account struct {
-	ID uuid.UUID
+	ID pgtype.UUID
 	// Whose account it is; the host's own id, with no foreign key.
-	OwnerID uuid.UUID
+	OwnerID pgtype.UUID
 	// What is in the account, in minor units: the sum of its entries, in less out.
 	Balance int64
 	// How much may leave the account on one day of its time zone, in minor units; 0 is no limit.
@@ -29,8 +29,8 @@ type Account struct {
 
 // What moved in an account. Rows are added, never changed.
 type Entry struct {
-	ID        uuid.UUID
-	AccountID uuid.UUID
+	ID        pgtype.UUID
+	AccountID pgtype.UUID
 	// deposit or transfer_in, which add to the balance; withdrawal or transfer_out, which take from it.
 	Kind string
 	// How much it was, in minor units, above 0 for every kind.
@@ -38,7 +38,7 @@ type Entry struct {
 	// The balance of the account once the entry was written, in minor units.
 	BalanceAfter int64
 	// The transfer that the entry is one side of; NULL for a deposit or withdrawal.
-	TransferID *uuid.UUID
+	TransferID pgtype.UUID
 	// The caller's key for what it did, unique per account; NULL is none. A transfer's is on its transfer_out. At most 255 bytes.
 	IdempotencyKey *string
 	// When the row was written, under the lock, by the server's clock; it decides the day.
@@ -47,9 +47,9 @@ type Entry struct {
 
 // A request of a user to set something up; a user has a bounded number of pending ones.
 type SetupRequest struct {
-	ID uuid.UUID
+	ID pgtype.UUID
 	// Whose request it is; the host's own id, with no foreign key.
-	UserID uuid.UUID
+	UserID pgtype.UUID
 	// pending, completed or cancelled; it leaves pending once and never returns.
 	Status string
 	// Which of the user's places, 1 to max_pending, the request holds while it is pending.

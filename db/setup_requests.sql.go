@@ -9,7 +9,7 @@ import (
 	"context"
 	"time"
 
-	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5/pgtype"
 )
 
 const setupCountPending = `-- name: SetupCountPending :one
@@ -21,7 +21,7 @@ WHERE s.user_id = $1 AND s.status = 'pending'
 // SetupCountPending returns how many requests of the user are pending; 0 also for an unknown user.
 //
 // Locks: none. Index: setup_requests_pending_key.
-func (q *Queries) SetupCountPending(ctx context.Context, userID uuid.UUID) (int64, error) {
+func (q *Queries) SetupCountPending(ctx context.Context, userID pgtype.UUID) (int64, error) {
 	row := q.db.QueryRow(ctx, setupCountPending, userID)
 	var count int64
 	err := row.Scan(&count)
@@ -45,12 +45,12 @@ WHERE s.id = $2 AND NOT EXISTS (SELECT FROM ended)
 
 type SetupEndParams struct {
 	Status string
-	ID     uuid.UUID
+	ID     pgtype.UUID
 }
 
 type SetupEndRow struct {
-	ID             uuid.UUID
-	UserID         uuid.UUID
+	ID             pgtype.UUID
+	UserID         pgtype.UUID
 	Status         string
 	PendingSlot    int16
 	MaxPending     int16
@@ -94,7 +94,7 @@ WHERE s.id = $1
 // SetupGet returns the request. No row: there is none with this id.
 //
 // Locks: none. Index: setup_requests_pkey.
-func (q *Queries) SetupGet(ctx context.Context, id uuid.UUID) (SetupRequest, error) {
+func (q *Queries) SetupGet(ctx context.Context, id pgtype.UUID) (SetupRequest, error) {
 	row := q.db.QueryRow(ctx, setupGet, id)
 	var i SetupRequest
 	err := row.Scan(
@@ -144,16 +144,16 @@ LEFT JOIN chosen AS c ON true
 `
 
 type SetupInsertWithinLimitParams struct {
-	UserID         uuid.UUID
+	UserID         pgtype.UUID
 	IdempotencyKey *string
-	ID             uuid.UUID
+	ID             pgtype.UUID
 	MaxPending     int16
 }
 
 type SetupInsertWithinLimitRow struct {
 	PendingBefore  int64
-	ID             *uuid.UUID
-	UserID         *uuid.UUID
+	ID             pgtype.UUID
+	UserID         pgtype.UUID
 	Status         *string
 	PendingSlot    *int16
 	MaxPending     *int16
@@ -202,9 +202,9 @@ LIMIT $4
 `
 
 type SetupListByUserParams struct {
-	UserID          uuid.UUID
+	UserID          pgtype.UUID
 	BeforeCreatedAt time.Time
-	BeforeID        uuid.UUID
+	BeforeID        pgtype.UUID
 	MaxRows         int32
 }
 

@@ -9,7 +9,7 @@ import (
 	"context"
 	"time"
 
-	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5/pgtype"
 )
 
 const transferInsert = `-- name: TransferInsert :one
@@ -90,13 +90,13 @@ LEFT JOIN chosen AS c ON true
 `
 
 type TransferInsertParams struct {
-	FromAccountID  uuid.UUID
+	FromAccountID  pgtype.UUID
 	IdempotencyKey *string
 	Amount         int64
-	ToAccountID    uuid.UUID
-	ID             uuid.UUID
-	FromEntryID    uuid.UUID
-	ToEntryID      uuid.UUID
+	ToAccountID    pgtype.UUID
+	ID             pgtype.UUID
+	FromEntryID    pgtype.UUID
+	ToEntryID      pgtype.UUID
 }
 
 type TransferInsertRow struct {
@@ -107,9 +107,9 @@ type TransferInsertRow struct {
 	SpentBefore   int64
 	Room          bool
 	Kind          *string
-	ID            *uuid.UUID
-	FromAccountID *uuid.UUID
-	ToAccountID   *uuid.UUID
+	ID            pgtype.UUID
+	FromAccountID pgtype.UUID
+	ToAccountID   pgtype.UUID
 	Amount        *int64
 	CreatedAt     *time.Time
 }

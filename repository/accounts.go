@@ -112,8 +112,8 @@ func (r *Repository) openAccount(ctx context.Context, c *call, p OpenAccountPara
 	var row db.AccountInsertRow
 	err = r.run(ctx, c, func(tx *pipeline.Tx) (err error) {
 		row, err = db.New(tx.Last()).AccountInsert(ctx, db.AccountInsertParams{
-			ID:             id,
-			OwnerID:        p.OwnerID,
+			ID:             pgUUID(id),
+			OwnerID:        pgUUID(p.OwnerID),
 			DailyLimit:     p.DailyLimit,
 			TimeZone:       zone,
 			IdempotencyKey: key,
@@ -152,7 +152,7 @@ func (r *Repository) getAccount(ctx context.Context, outer pgx.Tx, id uuid.UUID)
 	}
 	var row db.Account
 	err := r.readIn(ctx, outer, func(q *db.Queries) (err error) {
-		row, err = q.AccountGet(ctx, id)
+		row, err = q.AccountGet(ctx, pgUUID(id))
 		return err
 	})
 	if errors.Is(err, pgx.ErrNoRows) {
@@ -177,8 +177,8 @@ func timeZone(name string) (string, error) {
 
 func account(row db.Account) *Account {
 	a := &Account{
-		ID:         row.ID,
-		OwnerID:    row.OwnerID,
+		ID:         row.ID.Bytes,
+		OwnerID:    row.OwnerID.Bytes,
 		Balance:    row.Balance,
 		DailyLimit: row.DailyLimit,
 		TimeZone:   row.TimeZone,

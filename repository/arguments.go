@@ -6,6 +6,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/google/uuid"
+	"github.com/jackc/pgx/v5/pgtype"
 )
 
 // ListOpts choose a page of a list, newest first; nil is the default of each.
@@ -83,3 +84,6 @@ func timeout(argument string, d, fallback time.Duration) (time.Duration, error) 
 	}
 	return d, nil
 }
+
+// pgUUID is an id as the statements take it. A uuid.UUID would go through its text, at many times the cost.
+func pgUUID(id uuid.UUID) pgtype.UUID { return pgtype.UUID{Bytes: id, Valid: true} }

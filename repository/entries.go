@@ -87,8 +87,8 @@ func (r *Repository) deposit(ctx context.Context, c *call, p DepositParams) (*En
 	}
 	row, err := runOne(ctx, r, c, func(ctx context.Context, q db.DBTX) (db.EntryInsertDepositRow, error) {
 		return db.New(q).EntryInsertDeposit(ctx, db.EntryInsertDepositParams{
-			ID:             id,
-			AccountID:      p.AccountID,
+			ID:             pgUUID(id),
+			AccountID:      pgUUID(p.AccountID),
 			Amount:         p.Amount,
 			IdempotencyKey: key,
 		})
@@ -98,14 +98,14 @@ func (r *Repository) deposit(ctx context.Context, c *call, p DepositParams) (*En
 		return nil, err
 	case !row.Found:
 		return nil, fmt.Errorf("account: %w", ErrNotFound)
-	case row.ID == nil:
+	case !row.ID.Valid:
 		return nil, errBalanceRange
 	case *row.Kind != string(EntryDeposit) || *row.Amount != p.Amount:
 		return nil, ErrIdempotencyConflict
 	}
 	return entry(db.Entry{
-		ID:             *row.ID,
-		AccountID:      *row.AccountID,
+		ID:             row.ID,
+		AccountID:      row.AccountID,
 		Kind:           *row.Kind,
 		Amount:         *row.Amount,
 		BalanceAfter:   *row.BalanceAfter,
@@ -148,8 +148,8 @@ func (r *Repository) withdraw(ctx context.Context, c *call, p WithdrawParams) (*
 	}
 	row, err := runOne(ctx, r, c, func(ctx context.Context, q db.DBTX) (db.EntryInsertWithdrawalRow, error) {
 		return db.New(q).EntryInsertWithdrawal(ctx, db.EntryInsertWithdrawalParams{
-			ID:             id,
-			AccountID:      p.AccountID,
+			ID:             pgUUID(id),
+			AccountID:      pgUUID(p.AccountID),
 			Amount:         p.Amount,
 			IdempotencyKey: key,
 		})
@@ -159,16 +159,16 @@ func (r *Repository) withdraw(ctx context.Context, c *call, p WithdrawParams) (*
 		return nil, err
 	case !row.Found:
 		return nil, fmt.Errorf("account: %w", ErrNotFound)
-	case row.ID == nil && !row.Allowed:
+	case !row.ID.Valid && !row.Allowed:
 		return nil, &LimitError{Rule: ErrDailyLimit, Used: row.SpentBefore, Limit: row.DailyLimit, Requested: p.Amount}
-	case row.ID == nil:
+	case !row.ID.Valid:
 		return nil, ErrInsufficientFunds
 	case *row.Kind != string(EntryWithdrawal) || *row.Amount != p.Amount:
 		return nil, ErrIdempotencyConflict
 	}
 	return entry(db.Entry{
-		ID:             *row.ID,
-		AccountID:      *row.AccountID,
+		ID:             row.ID,
+		AccountID:      row.AccountID,
 		Kind:           *row.Kind,
 		Amount:         *row.Amount,
 		BalanceAfter:   *row.BalanceAfter,
@@ -237,9 +237,9 @@ func (r *Repository) listEntries(ctx context.Context, outer pgx.Tx, accountID uu
 	var rows []db.Entry
 	err = r.readIn(ctx, outer, func(q *db.Queries) (err error) {
 		rows, err = q.EntryListByAccount(ctx, db.EntryListByAccountParams{
-			AccountID:       accountID,
+			AccountID:       pgUUID(accountID),
 			BeforeCreatedAt: after.CreatedAt,
-			BeforeID:        after.ID,
+			BeforeID:        pgUUID(after.ID),
 			MaxRows:         limit,
 		})
 		return err
@@ -256,13 +256,15 @@ func (r *Repository) listEntries(ctx context.Context, outer pgx.Tx, accountID uu
 
 func entry(row db.Entry) *Entry {
 	e := &Entry{
-		ID:           row.ID,
-		AccountID:    row.AccountID,
+		ID:           row.ID.Bytes,
+		AccountID:    row.AccountID.Bytes,
 		Kind:         EntryKind(row.Kind),
 		Amount:       row.Amount,
 		BalanceAfter: row.BalanceAfter,
-		TransferID:   row.TransferID,
 		CreatedAt:    row.CreatedAt,
+	}
+	if row.TransferID.Valid {
+		e.TransferID = (*uuid.UUID)(&row.TransferID.Bytes)
 	}
 	if row.IdempotencyKey != nil {
 		e.IdempotencyKey = *row.IdempotencyKey

@@ -123,8 +123,8 @@ func (r *Repository) createSetup(ctx context.Context, c *call, userID uuid.UUID,
 	c.limit = int64(maxPending)
 	row, err := runOne(ctx, r, c, func(ctx context.Context, q db.DBTX) (db.SetupInsertWithinLimitRow, error) {
 		return db.New(q).SetupInsertWithinLimit(ctx, db.SetupInsertWithinLimitParams{
-			ID:             id,
-			UserID:         userID,
+			ID:             pgUUID(id),
+			UserID:         pgUUID(userID),
 			MaxPending:     int16(maxPending),
 			IdempotencyKey: key,
 		})
@@ -132,14 +132,14 @@ func (r *Repository) createSetup(ctx context.Context, c *call, userID uuid.UUID,
 	switch {
 	case err != nil:
 		return nil, err
-	case row.ID == nil:
+	case !row.ID.Valid:
 		return nil, &LimitError{Rule: ErrPendingExists, Used: row.PendingBefore, Limit: c.limit, Requested: 1}
 	case int(*row.MaxPending) != maxPending:
 		return nil, ErrIdempotencyConflict
 	}
 	return setupRequest(db.SetupRequest{
-		ID:             *row.ID,
-		UserID:         *row.UserID,
+		ID:             row.ID,
+		UserID:         row.UserID,
 		Status:         *row.Status,
 		MaxPending:     *row.MaxPending,
 		IdempotencyKey: row.IdempotencyKey,
@@ -170,7 +170,7 @@ func (r *Repository) endSetup(ctx context.Context, id uuid.UUID, status SetupSta
 	}
 	var row db.SetupEndRow
 	err := r.run(ctx, &call{timeout: r.lockTimeout}, func(tx *pipeline.Tx) (err error) {
-		row, err = db.New(tx.Last()).SetupEnd(ctx, db.SetupEndParams{ID: id, Status: string(status)})
+		row, err = db.New(tx.Last()).SetupEnd(ctx, db.SetupEndParams{ID: pgUUID(id), Status: string(status)})
 		return err
 	})
 	switch {
@@ -201,7 +201,7 @@ func (r *Repository) GetSetup(ctx context.Context, id uuid.UUID) (_ *SetupReques
 	}
 	var row db.SetupRequest
 	err = r.read(ctx, func(q *db.Queries) (err error) {
-		row, err = q.SetupGet(ctx, id)
+		row, err = q.SetupGet(ctx, pgUUID(id))
 		return err
 	})
 	if errors.Is(err, pgx.ErrNoRows) {
@@ -230,9 +230,9 @@ func (r *Repository) ListSetups(ctx context.Context, userID uuid.UUID, o *ListOp
 	var rows []db.SetupRequest
 	err = r.read(ctx, func(q *db.Queries) (err error) {
 		rows, err = q.SetupListByUser(ctx, db.SetupListByUserParams{
-			UserID:          userID,
+			UserID:          pgUUID(userID),
 			BeforeCreatedAt: after.CreatedAt,
-			BeforeID:        after.ID,
+			BeforeID:        pgUUID(after.ID),
 			MaxRows:         limit,
 		})
 		return err
@@ -256,7 +256,7 @@ func (r *Repository) CountPendingSetups(ctx context.Context, userID uuid.UUID) (
 	}
 	var n int64
 	err = r.read(ctx, func(q *db.Queries) (err error) {
-		n, err = q.SetupCountPending(ctx, userID)
+		n, err = q.SetupCountPending(ctx, pgUUID(userID))
 		return err
 	})
 	return int(n), err
@@ -264,8 +264,8 @@ func (r *Repository) CountPendingSetups(ctx context.Context, userID uuid.UUID) (
 
 func setupRequest(row db.SetupRequest) *SetupRequest {
 	s := &SetupRequest{
-		ID:         row.ID,
-		UserID:     row.UserID,
+		ID:         row.ID.Bytes,
+		UserID:     row.UserID.Bytes,
 		Status:     SetupStatus(row.Status),
 		MaxPending: int(row.MaxPending),
 		CreatedAt:  row.CreatedAt,

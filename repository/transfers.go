@@ -87,11 +87,11 @@ func (r *Repository) transfer(ctx context.Context, c *call, p TransferParams) (*
 
 	row, err := runOne(ctx, r, c, func(ctx context.Context, q db.DBTX) (db.TransferInsertRow, error) {
 		return db.New(q).TransferInsert(ctx, db.TransferInsertParams{
-			ID:             ids[0],
-			FromEntryID:    ids[1],
-			ToEntryID:      ids[2],
-			FromAccountID:  p.From,
-			ToAccountID:    p.To,
+			ID:             pgUUID(ids[0]),
+			FromEntryID:    pgUUID(ids[1]),
+			ToEntryID:      pgUUID(ids[2]),
+			FromAccountID:  pgUUID(p.From),
+			ToAccountID:    pgUUID(p.To),
 			Amount:         p.Amount,
 			IdempotencyKey: key,
 		})
@@ -109,13 +109,13 @@ func (r *Repository) transfer(ctx context.Context, c *call, p TransferParams) (*
 		return nil, errBalanceRange
 	case row.Kind == nil:
 		return nil, ErrInsufficientFunds
-	case *row.Kind != string(EntryTransferOut) || *row.ToAccountID != p.To || *row.Amount != p.Amount:
+	case *row.Kind != string(EntryTransferOut) || row.ToAccountID.Bytes != p.To || *row.Amount != p.Amount:
 		return nil, ErrIdempotencyConflict
 	}
 	return &Transfer{
-		ID:             *row.ID,
-		From:           *row.FromAccountID,
-		To:             *row.ToAccountID,
+		ID:             row.ID.Bytes,
+		From:           row.FromAccountID.Bytes,
+		To:             row.ToAccountID.Bytes,
 		Amount:         *row.Amount,
 		IdempotencyKey: p.IdempotencyKey,
 		CreatedAt:      *row.CreatedAt,

@@ -275,7 +275,7 @@ func TestAccountOpen(t *testing.T) {
 	t.Run("in a zone that the server does not know is invalid", func(t *testing.T) {
 		t.Parallel()
 		b := newBank(t, url)
-		_, err := db.New(b.pool).AccountInsert(t.Context(), db.AccountInsertParams{ID: uuid.New(), OwnerID: b.user, TimeZone: "Mars/Olympus_Mons"})
+		_, err := db.New(b.pool).AccountInsert(t.Context(), db.AccountInsertParams{ID: pg(uuid.New()), OwnerID: pg(b.user), TimeZone: "Mars/Olympus_Mons"})
 		requireSQLState(t, "22023", err)
 
 		// No zone is known to Go alone on every machine, so a trigger says what the statement would.
@@ -1037,25 +1037,25 @@ func TestAccountStatementsUseTheirIndexes(t *testing.T) {
 		want []string
 	}{
 		"AccountGet": {func(q *db.Queries) error {
-			return errorOf(q.AccountGet(t.Context(), from))
+			return errorOf(q.AccountGet(t.Context(), pg(from)))
 		}, []string{"Index Scan accounts_pkey"}},
 		"AccountInsert": {func(q *db.Queries) error {
-			return errorOf(q.AccountInsert(t.Context(), db.AccountInsertParams{ID: uuid.New(), OwnerID: owner, TimeZone: "UTC", IdempotencyKey: &key}))
+			return errorOf(q.AccountInsert(t.Context(), db.AccountInsertParams{ID: pg(uuid.New()), OwnerID: pg(owner), TimeZone: "UTC", IdempotencyKey: &key}))
 		}, []string{"Index Scan accounts_idempotency_key"}},
 		"EntryInsertDeposit": {func(q *db.Queries) error {
-			return errorOf(q.EntryInsertDeposit(t.Context(), db.EntryInsertDepositParams{ID: uuid.New(), AccountID: from, Amount: 1, IdempotencyKey: &key}))
+			return errorOf(q.EntryInsertDeposit(t.Context(), db.EntryInsertDepositParams{ID: pg(uuid.New()), AccountID: pg(from), Amount: 1, IdempotencyKey: &key}))
 		}, []string{"Index Scan accounts_pkey", "Index Scan entries_idempotency_key"}},
 		"EntryInsertWithdrawal": {func(q *db.Queries) error {
-			return errorOf(q.EntryInsertWithdrawal(t.Context(), db.EntryInsertWithdrawalParams{ID: uuid.New(), AccountID: from, Amount: 1, IdempotencyKey: &key}))
+			return errorOf(q.EntryInsertWithdrawal(t.Context(), db.EntryInsertWithdrawalParams{ID: pg(uuid.New()), AccountID: pg(from), Amount: 1, IdempotencyKey: &key}))
 		}, []string{"Index Scan accounts_pkey", "Index Scan entries_idempotency_key", "Index Only Scan entries_outgoing_idx"}},
 		"EntryListByAccount": {func(q *db.Queries) error {
 			return errorOf(q.EntryListByAccount(t.Context(), db.EntryListByAccountParams{
-				AccountID: from, BeforeCreatedAt: time.Now(), BeforeID: uuid.Max, MaxRows: 10,
+				AccountID: pg(from), BeforeCreatedAt: time.Now(), BeforeID: pg(uuid.Max), MaxRows: 10,
 			}))
 		}, []string{"Index Scan entries_account_id_created_at_idx"}},
 		"TransferInsert": {func(q *db.Queries) error {
 			return errorOf(q.TransferInsert(t.Context(), db.TransferInsertParams{
-				ID: uuid.New(), FromAccountID: from, ToAccountID: to, Amount: 1, FromEntryID: uuid.New(), ToEntryID: uuid.New(), IdempotencyKey: &key,
+				ID: pg(uuid.New()), FromAccountID: pg(from), ToAccountID: pg(to), Amount: 1, FromEntryID: pg(uuid.New()), ToEntryID: pg(uuid.New()), IdempotencyKey: &key,
 			}))
 		}, []string{"Index Scan accounts_pkey", "Index Scan entries_idempotency_key", "Index Only Scan entries_outgoing_idx", "Index Scan transfers_pkey"}},
 	} {

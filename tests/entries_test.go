@@ -319,10 +319,10 @@ func TestEntryDayIsTheCalendarDayOfItsZone(t *testing.T) {
 					continue // far from any midnight
 				}
 				for _, now := range []time.Time{middle.Add(around - time.Microsecond), middle.Add(around)} {
-					withdrawal, err := db.New(clockAt{tx, now}).EntryInsertWithdrawal(t.Context(), db.EntryInsertWithdrawalParams{AccountID: a.ID, Amount: 1, ID: uuid.New()})
+					withdrawal, err := db.New(clockAt{tx, now}).EntryInsertWithdrawal(t.Context(), db.EntryInsertWithdrawalParams{AccountID: pg(a.ID), Amount: 1, ID: pg(uuid.New())})
 					require.NoError(t, err)
 					require.Equal(t, dates[date(now)], withdrawal.SpentBefore, "at %v", now.In(zone))
-					transfer, err := db.New(clockAt{tx, now}).TransferInsert(t.Context(), db.TransferInsertParams{FromAccountID: a.ID, Amount: 1})
+					transfer, err := db.New(clockAt{tx, now}).TransferInsert(t.Context(), db.TransferInsertParams{FromAccountID: pg(a.ID), Amount: 1})
 					require.NoError(t, err)
 					require.Equal(t, dates[date(now)], transfer.SpentBefore, "at %v", now.In(zone))
 				}
@@ -448,8 +448,8 @@ func TestEntryLimitHoldsInARace(t *testing.T) {
 		r, id := newRacers(t, url, callers), b.open(t, may*amount, 1000)
 		testdb.Exec(t, url, slowEntries...)
 		errs := r.atOnce(func(c racer) error {
-			row, err := db.New(c.pool).EntryInsertWithdrawal(t.Context(), db.EntryInsertWithdrawalParams{AccountID: id, Amount: amount, ID: uuid.New()})
-			if err == nil && row.ID == nil {
+			row, err := db.New(c.pool).EntryInsertWithdrawal(t.Context(), db.EntryInsertWithdrawalParams{AccountID: pg(id), Amount: amount, ID: pg(uuid.New())})
+			if err == nil && !row.ID.Valid {
 				return repository.ErrDailyLimit
 			}
 			return err

@@ -220,17 +220,17 @@ func TestGuardWorksInEveryExecMode(t *testing.T) {
 						return err
 					}
 				}
-				if _, err := db.New(tx).SetupCountPending(ctx, user); err != nil {
+				if _, err := db.New(tx).SetupCountPending(ctx, pg(user)); err != nil {
 					return err
 				}
 				_, err := db.New(tx).SetupListByUser(ctx, db.SetupListByUserParams{
-					UserID: user, BeforeCreatedAt: time.Now(), BeforeID: uuid.Max, MaxRows: 10,
+					UserID: pg(user), BeforeCreatedAt: time.Now(), BeforeID: pg(uuid.Max), MaxRows: 10,
 				})
 				return err
 			}))
 			require.NoError(t, g.guard(t, func(ctx context.Context, tx *repository.Tx) error {
 				_, err := db.New(tx.Last()).SetupInsertWithinLimit(ctx,
-					db.SetupInsertWithinLimitParams{ID: uuid.New(), UserID: user, MaxPending: 1})
+					db.SetupInsertWithinLimitParams{ID: pg(uuid.New()), UserID: pg(user), MaxPending: 1})
 				return err
 			}))
 			g.requireHealthy(t, 4)

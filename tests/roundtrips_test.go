@@ -5,6 +5,7 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
@@ -21,6 +22,9 @@ var execModes = []pgx.QueryExecMode{
 	pgx.QueryExecModeExec,
 	pgx.QueryExecModeSimpleProtocol,
 }
+
+// pg is an id as the generated statements take it.
+func pg(id uuid.UUID) pgtype.UUID { return pgtype.UUID{Bytes: id, Valid: true} }
 
 func maxConns(n int32) func(*pgxpool.Config) {
 	return func(c *pgxpool.Config) { c.MaxConns = n }

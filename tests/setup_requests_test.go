@@ -52,7 +52,7 @@ func TestSetupLimitHoldsInARace(t *testing.T) {
 		r, user := newRacers(t, url, 20), uuid.New()
 		errs := r.atOnce(func(c racer) error {
 			_, err := db.New(c.pool).SetupInsertWithinLimit(t.Context(),
-				db.SetupInsertWithinLimitParams{ID: uuid.New(), UserID: user, MaxPending: 3})
+				db.SetupInsertWithinLimitParams{ID: pg(uuid.New()), UserID: pg(user), MaxPending: 3})
 			return err
 		})
 		require.NoError(t, errors.Join(errs...))
@@ -520,7 +520,7 @@ func TestSetupEnd(t *testing.T) {
 		f := newFixture(t, url)
 		s := f.fill(t, 1, 1)[0]
 		other := begin(t, testdb.Conn(t, url), pgx.TxOptions{})
-		_, err := db.New(other).SetupEnd(t.Context(), db.SetupEndParams{ID: s.ID, Status: "cancelled"})
+		_, err := db.New(other).SetupEnd(t.Context(), db.SetupEndParams{ID: pg(s.ID), Status: "cancelled"})
 		require.NoError(t, err)
 		complete := inBackground(t, func() (*repository.SetupRequest, error) {
 			return f.repo.CompleteSetup(t.Context(), s.ID)
