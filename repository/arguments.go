@@ -68,7 +68,8 @@ func idempotencyKey(key string) (*string, error) {
 	case strings.ContainsRune(key, 0):
 		return nil, &InvalidError{"IdempotencyKey", "must not hold a NUL byte"}
 	}
-	return &key, nil
+	used := key // key itself stays off the heap
+	return &used, nil
 }
 
 // maxTimeout is in whole days what PostgreSQL can hold in a 32-bit count of milliseconds.

@@ -181,23 +181,22 @@ func New(pool *pgxpool.Pool, opts ...Option) (*Repository, error) {
 	return r, nil
 }
 
-// done ends a public method: it prefixes the error, if it is not the host's own, and tells the observer.
+// done ends a public method: it prefixes the error, and tells the observer.
 func (r *Repository) done(ctx context.Context, method string, started time.Time, err *error) {
-	var host hostError
-	if errors.As(*err, &host) {
-		*err = host.error
-	} else {
-		*err = wrap(method, *err)
-	}
+	*err = wrap(method, *err)
 	if r.observer.CallDone != nil {
 		r.observer.CallDone(ctx, CallDone{Method: method, Duration: time.Since(started), Err: *err})
 	}
 }
 
-// wrap prefixes an error with what was being done, once.
+// wrap prefixes an error with what was being done, unless it is the host's own.
 func wrap(method string, err error) error {
 	if err == nil {
 		return nil
+	}
+	var host hostError
+	if errors.As(err, &host) {
+		return host.error
 	}
 	return fmt.Errorf("latchkey: %s: %w", method, err)
 }

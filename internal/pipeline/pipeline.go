@@ -146,7 +146,7 @@ func (tx *Tx) Commit(ctx context.Context) error {
 	tx.stop()
 	defer tx.mu.Unlock()
 	switch {
-	case errors.As(tx.failed, new(*OutcomeError)):
+	case tx.failed != nil && errors.As(tx.failed, new(*OutcomeError)):
 		return tx.failed
 	case tx.failed != nil:
 		return fmt.Errorf("%w: %w", pgx.ErrTxCommitRollback, tx.failed)

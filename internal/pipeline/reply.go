@@ -64,24 +64,32 @@ func (r *reply) finish(err error) error {
 		err = closeErr
 	}
 	preparedOn(r.tx.conn).ran(r.statements, err)
-	r.tx.stale = r.tx.stale || isStale(err)
-	var pgErr *pgconn.PgError
-	errors.As(err, &pgErr)
-	// Also when the error names an earlier statement: the server may have gone on without us.
-	if err != nil && r.last && !r.tx.joined && r.tx.conn.IsClosed() && !uncommitted(err) {
-		err = &OutcomeError{err}
-	}
-	fatal := errors.As(err, new(*BeforeError)) ||
-		err != nil && !r.ran && pgErr == nil || // it was not sent, which the server does not know
-		r.last && err != nil && (pgErr != nil || r.tx.conn.IsClosed())
-	err = r.tx.explain(err)
-	if fatal {
-		r.tx.failed = err
+	if err != nil {
+		err = r.fail(err)
 	}
 	r.tx.open = nil
 	// Also after an error of this side's own, such as one of Scan: the server ran all that was sent.
 	r.tx.ended = committed || r.last && r.ran && !r.tx.conn.IsClosed() && r.tx.conn.PgConn().TxStatus() != 'E'
 	r.err = err
+	return err
+}
+
+// fail returns what the error is to the caller, and notes whether the transaction can go on.
+func (r *reply) fail(err error) error {
+	r.tx.stale = r.tx.stale || isStale(err)
+	var pgErr *pgconn.PgError
+	errors.As(err, &pgErr)
+	// Also when the error names an earlier statement: the server may have gone on without us.
+	if r.last && !r.tx.joined && r.tx.conn.IsClosed() && !uncommitted(err) {
+		err = &OutcomeError{err}
+	}
+	fatal := errors.As(err, new(*BeforeError)) ||
+		!r.ran && pgErr == nil || // it was not sent, which the server does not know
+		r.last && (pgErr != nil || r.tx.conn.IsClosed())
+	err = r.tx.explain(err)
+	if fatal {
+		r.tx.failed = err
+	}
 	return err
 }
 
