@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"strings"
 	"sync"
 	"time"
@@ -84,6 +85,9 @@ func (r *Repository) run(ctx context.Context, c *call, fn func(tx *pipeline.Tx) 
 		if t.Done() {
 			if p, ok := c.err.(panicked); ok {
 				panic(p.value)
+			}
+			if errors.Is(c.err, errExited) {
+				runtime.Goexit()
 			}
 			return c.err
 		}

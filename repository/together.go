@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 
 	"github.com/jackc/pgx/v5"
 
@@ -108,11 +109,21 @@ type panicked struct{ value any }
 
 func (p panicked) Error() string { return fmt.Sprintf("panic: %v", p.value) }
 
-func (c *call) recovered(ctx context.Context, q db.DBTX) (err error) {
-	defer func() {
-		if value := recover(); value != nil {
-			err = panicked{value}
-		}
-	}()
-	return c.statement(ctx, q)
+// errExited says that the host's function ended its goroutine, with runtime.Goexit.
+var errExited = errors.New("the function ended its goroutine")
+
+// recovered runs the host's function on a goroutine of its own, so that it cannot end that of the others' calls.
+func (c *call) recovered(ctx context.Context, q db.DBTX) error {
+	err := errExited
+	var run sync.WaitGroup
+	run.Go(func() {
+		defer func() {
+			if value := recover(); value != nil {
+				err = panicked{value}
+			}
+		}()
+		err = c.statement(ctx, q)
+	})
+	run.Wait()
+	return err
 }

@@ -120,7 +120,7 @@ func (q *Queue[C]) Len() int {
 // [Queue.Leave] must follow. Or until a batch has done the call: see [Ticket.Done]. The error is [ErrFull], [ErrTaken],
 // [ErrTimeout], or what ctx ended with; or [ErrDeparted], with ctx's.
 func (q *Queue[C]) Enter(ctx context.Context, t *Ticket[C]) error {
-	if err := q.join(ctx, t); err != nil || t.missing == 0 {
+	if err := q.join(ctx, t); err != nil || t.wake == nil { // missing is not this goroutine's to read any more
 		return err
 	}
 	timer := time.NewTimer(time.Until(t.Deadline))
@@ -197,11 +197,11 @@ func (q *Queue[C]) leave(t *Ticket[C]) {
 	}
 }
 
-// drop takes a ticket whose deadline has passed out of the lines, unless its turn has come.
+// drop takes a ticket whose deadline has passed out of the lines, unless its turn has come, be it in a batch.
 func (q *Queue[C]) drop(t *Ticket[C]) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if t.batch != nil || t.missing == 0 {
+	if t.missing == 0 {
 		return false
 	}
 	q.leave(t)
@@ -267,6 +267,7 @@ func (q *Queue[C]) call(t *Ticket[C]) {
 	}
 	for _, member := range b.tickets {
 		member.batch = b
+		member.missing = 0
 	}
 	b.present = len(b.tickets)
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.ctx))

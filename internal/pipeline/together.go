@@ -14,7 +14,8 @@ import (
 // to itself.
 type Query func(context.Context, db.DBTX) error
 
-// ErrNotOne is returned by [Tx.LastTogether] for a query that does not run exactly one statement. Nothing was sent.
+// ErrNotOne is returned by [Tx.LastTogether], and nothing was sent, for a query that does not run exactly one statement.
+// One that wants a second only when it has the answer to its first gets it from that second: the first was run.
 var ErrNotOne = errors.New("a query that runs together with others must run exactly one statement")
 
 // LastTogether runs queries as the last of the transaction: one after the other, in one network write that ends with
@@ -35,13 +36,14 @@ func (tx *Tx) LastTogether(ctx context.Context, queries []Query) (errs []error, 
 		}
 	}
 	r := tx.start(ctx, sent, true)
-	defer func() { _ = r.finish(errLeft) }() // a query that panics, or ends the goroutine, leaves answers unread
+	var a *answer
+	defer func() { r.leave(a) }()
 	errs = make([]error, len(queries))
 	for i, query := range queries {
 		if r.done {
 			return nil, r.err
 		}
-		a := &answer{results: r.results}
+		a = &answer{results: r.results}
 		errs[i] = query(ctx, a)
 		if err := a.close(); err != nil {
 			return nil, r.finish(err)
@@ -52,6 +54,22 @@ func (tx *Tx) LastTogether(ctx context.Context, queries []Query) (errs []error, 
 }
 
 var errLeft = errors.New("pipeline: a query did not return")
+
+// leave reads what a query that panicked, or ended its goroutine, has left unread: the server ran all that was sent.
+func (r *reply) leave(a *answer) {
+	if r.done {
+		return
+	}
+	err := a.close()
+	if closeErr := r.results.Close(); err == nil {
+		err = closeErr
+	}
+	if err == nil {
+		r.ran = true
+		err = errLeft
+	}
+	_ = r.finish(err) // Commit and Rollback know
+}
 
 // recorder is a [db.DBTX] that only notes what it is asked to run.
 type recorder []statement
