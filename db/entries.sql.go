@@ -17,10 +17,6 @@ WITH earlier AS MATERIALIZED (
     SELECT e.id, e.account_id, e.kind, e.amount, e.balance_after, e.transfer_id, e.idempotency_key, e.created_at
     FROM latchkey.entries AS e
     WHERE e.account_id = $1 AND e.idempotency_key = $2::text
-), account AS MATERIALIZED (
-    SELECT a.id
-    FROM latchkey.accounts AS a
-    WHERE a.id = $1
 ), credited AS (
     UPDATE latchkey.accounts AS a
     SET balance = a.balance + $3::bigint
@@ -41,7 +37,7 @@ WITH earlier AS MATERIALIZED (
 SELECT
     f.found,
     c.id, c.account_id, c.kind, c.amount, c.balance_after, c.transfer_id, c.idempotency_key, c.created_at
-FROM (SELECT EXISTS (SELECT FROM account) AS found) AS f
+FROM (SELECT EXISTS (SELECT FROM latchkey.accounts AS a WHERE a.id = $1) AS found) AS f
 LEFT JOIN chosen AS c ON true
 `
 

@@ -13,9 +13,12 @@ const lockAll = `-- name: LockAll :exec
 SELECT
     pg_catalog.count(taken.lock),
     pg_catalog.set_config('statement_timeout', pg_catalog.current_setting('latchkey.statement_timeout'), true),
-    pg_catalog.set_config('lock_timeout', greatest(1, pg_catalog.ceil(1000::numeric * (
-        pg_catalog.current_setting('latchkey.deadline')::numeric - extract(EPOCH FROM pg_catalog.clock_timestamp())
-    )))::bigint::text, true)
+    CASE
+        WHEN pg_catalog.clock_timestamp() >= pg_catalog.statement_timestamp() + interval '1 ms'
+            THEN pg_catalog.set_config('lock_timeout', greatest(1::bigint, (1000::double precision * pg_catalog.date_part('epoch',
+                pg_catalog.current_setting('lock_timeout')::interval - (pg_catalog.clock_timestamp() - pg_catalog.statement_timestamp())
+            ))::bigint)::text, true)
+    END
 FROM (
     SELECT
         CASE
@@ -40,8 +43,9 @@ type LockAllParams struct {
 }
 
 // LockAll takes the transaction locks of all keys, waiting for each that is held. Then it puts
-// statement_timeout back to what TxSetLockBudget found, and leaves lock_timeout at the rest of the budget, for
-// the row locks of the statements that follow.
+// statement_timeout back to what TxSetLockBudget found, and takes what it has waited off lock_timeout, which is the
+// budget until then, so that the rest of it bounds the row locks of the statements that follow. A wait of less than
+// the 1 ms that lock_timeout counts in is not worth the arithmetic.
 //
 // keys, exclusive and ranks have one entry a lock, in any order; a key named twice is taken once, and exclusive
 // wins. Error 55P03 or 57014: the budget ran out; what was taken is freed with the transaction or savepoint.
@@ -96,6 +100,28 @@ func (q *Queries) LockListHeld(ctx context.Context, maxRows int32) ([]LockListHe
 	return items, nil
 }
 
+const lockOne = `-- name: LockOne :exec
+SELECT
+    pg_catalog.pg_advisory_xact_lock($1),
+    pg_catalog.set_config('statement_timeout', pg_catalog.current_setting('latchkey.statement_timeout'), true),
+    CASE
+        WHEN pg_catalog.clock_timestamp() >= pg_catalog.statement_timestamp() + interval '1 ms'
+            THEN pg_catalog.set_config('lock_timeout', greatest(1::bigint, (1000::double precision * pg_catalog.date_part('epoch',
+                pg_catalog.current_setting('lock_timeout')::interval - (pg_catalog.clock_timestamp() - pg_catalog.statement_timestamp())
+            ))::bigint)::text, true)
+    END
+`
+
+// LockOne is LockAll for one exclusive key, which is what nearly every call takes. It does the same, but with no
+// arrays to unpack, group and sort it costs the server a quarter.
+//
+// Locks: advisory. The select list is evaluated from left to right: the lock first, and what was waited for it after
+// that. Reads no table: only the next statement's snapshot shows what an earlier holder committed.
+func (q *Queries) LockOne(ctx context.Context, key int64) error {
+	_, err := q.db.Exec(ctx, lockOne, key)
+	return err
+}
+
 const lockTryAll = `-- name: LockTryAll :exec
 SELECT
     pg_catalog.count(CASE WHEN taken.got THEN true ELSE latchkey.raise_error('55P03', 'advisory lock is held') END),
@@ -138,10 +164,8 @@ func (q *Queries) LockTryAll(ctx context.Context, arg LockTryAllParams) error {
 
 const txRenewLockBudget = `-- name: TxRenewLockBudget :exec
 SELECT
-    pg_catalog.set_config('latchkey.deadline', (extract(EPOCH FROM pg_catalog.clock_timestamp()) + budget.ms::numeric / 1000::numeric)::text, true),
     pg_catalog.set_config('lock_timeout', ($1::bigint)::text, true),
-    pg_catalog.set_config('statement_timeout', (budget.ms + 20::bigint)::text, true)
-FROM (SELECT $2::bigint AS ms) AS budget
+    pg_catalog.set_config('statement_timeout', (20::bigint + $2::bigint)::text, true)
 `
 
 type TxRenewLockBudgetParams struct {
@@ -210,33 +234,35 @@ func (q *Queries) TxSetHoldTimeout(ctx context.Context, holdMs int64) error {
 
 const txSetLockBudget = `-- name: TxSetLockBudget :exec
 SELECT
-    pg_catalog.set_config('latchkey.lock_timeout', pg_catalog.current_setting('lock_timeout'), true),
-    pg_catalog.set_config('latchkey.statement_timeout', pg_catalog.current_setting('statement_timeout'), true),
-    pg_catalog.set_config('latchkey.deadline', (extract(EPOCH FROM pg_catalog.clock_timestamp()) + budget.ms::numeric / 1000::numeric)::text, true),
-    pg_catalog.set_config('lock_timeout', ($1::bigint)::text, true),
-    pg_catalog.set_config('statement_timeout', (budget.ms + 20::bigint)::text, true),
     CASE
-        WHEN $2::boolean AND pg_catalog.current_setting('transaction_timeout', true) IS NOT NULL  -- from PostgreSQL 17 on
+        WHEN NOT $1::boolean
+            THEN pg_catalog.set_config('latchkey.lock_timeout', pg_catalog.current_setting('lock_timeout'), true)
+    END,
+    pg_catalog.set_config('latchkey.statement_timeout', pg_catalog.current_setting('statement_timeout'), true),
+    pg_catalog.set_config('lock_timeout', ($2::bigint)::text, true),
+    pg_catalog.set_config('statement_timeout', (20::bigint + $3::bigint)::text, true),
+    CASE
+        WHEN $1::boolean AND pg_catalog.current_setting('transaction_timeout', true) <> '0'  -- NULL before PostgreSQL 17
             THEN pg_catalog.set_config('transaction_timeout', '0', true)
     END
-FROM (SELECT $3::bigint AS ms) AS budget
 `
 
 type TxSetLockBudgetParams struct {
-	LockTimeoutMs  int64
 	OwnTransaction bool
+	LockTimeoutMs  int64
 	BudgetMs       int64
 }
 
-// TxSetLockBudget bounds the next statement, LockAll or LockTryAll, to budget_ms milliseconds, and to
+// TxSetLockBudget bounds the next statement, LockOne, LockAll or LockTryAll, to budget_ms milliseconds, and to
 // lock_timeout_ms for each lock: as many, or 1 for a try. lock_timeout counts anew for each key, so
 // statement_timeout bounds them all; it is a little longer, so that the wait for a single key ends as 55P03, which
-// says what it was. What both were is kept in settings of the transaction, as is
-// the time at which the budget ends. In a transaction of latchkey's own, transaction_timeout is off: it would not
+// says what it was. It is a statement of its own because the server starts the clock of statement_timeout before it
+// runs a statement. What statement_timeout was is kept in a setting of the transaction; what lock_timeout was too, if
+// the transaction is somebody else's and goes on. In one of latchkey's own, transaction_timeout is off: it would not
 // end the wait but the session.
 //
-// Locks: none. All settings are local to the transaction.
+// Locks: none. All settings are local to the transaction; each is kept before it is changed, from left to right.
 func (q *Queries) TxSetLockBudget(ctx context.Context, arg TxSetLockBudgetParams) error {
-	_, err := q.db.Exec(ctx, txSetLockBudget, arg.LockTimeoutMs, arg.OwnTransaction, arg.BudgetMs)
+	_, err := q.db.Exec(ctx, txSetLockBudget, arg.OwnTransaction, arg.LockTimeoutMs, arg.BudgetMs)
 	return err
 }

@@ -12,10 +12,6 @@ WITH earlier AS MATERIALIZED (
     SELECT e.id, e.account_id, e.kind, e.amount, e.balance_after, e.transfer_id, e.idempotency_key, e.created_at
     FROM latchkey.entries AS e
     WHERE e.account_id = @account_id AND e.idempotency_key = sqlc.narg('idempotency_key')::text
-), account AS MATERIALIZED (
-    SELECT a.id
-    FROM latchkey.accounts AS a
-    WHERE a.id = @account_id
 ), credited AS (
     UPDATE latchkey.accounts AS a
     SET balance = a.balance + @amount::bigint
@@ -36,7 +32,7 @@ WITH earlier AS MATERIALIZED (
 SELECT
     f.found,
     c.id, c.account_id, c.kind, c.amount, c.balance_after, c.transfer_id, c.idempotency_key, c.created_at
-FROM (SELECT EXISTS (SELECT FROM account) AS found) AS f
+FROM (SELECT EXISTS (SELECT FROM latchkey.accounts AS a WHERE a.id = @account_id) AS found) AS f
 LEFT JOIN chosen AS c ON true;
 
 -- name: EntryInsertWithdrawal :one

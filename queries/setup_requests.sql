@@ -51,19 +51,18 @@ WITH earlier AS MATERIALIZED (
     FROM latchkey.setup_requests AS s
     WHERE s.user_id = @user_id AND s.idempotency_key = sqlc.narg('idempotency_key')::text
 ), pending AS MATERIALIZED (
-    SELECT s.pending_slot
-    FROM latchkey.setup_requests AS s
-    WHERE s.user_id = @user_id AND s.status = 'pending'
-), free AS (
-    -- Of one more slots than are taken, one is free.
-    SELECT pg_catalog.min(slots.slot)::smallint AS slot
-    FROM pg_catalog.generate_series(1, 1 + (SELECT pg_catalog.count(*) FROM pending)::integer) AS slots (slot)
-    WHERE NOT EXISTS (SELECT FROM pending AS p WHERE p.pending_slot = slots.slot)
+    -- In their order, slots are their own numbers up to the first that is free.
+    SELECT pg_catalog.count(*) AS taken, 1::bigint + pg_catalog.count(*) FILTER (WHERE n.slot = n.nth) AS free
+    FROM (
+        SELECT s.pending_slot AS slot, pg_catalog.row_number() OVER (ORDER BY s.pending_slot) AS nth
+        FROM latchkey.setup_requests AS s
+        WHERE s.user_id = @user_id AND s.status = 'pending'
+    ) AS n
 ), inserted AS (
     INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending, idempotency_key)
-    SELECT @id::uuid, @user_id, f.slot, @max_pending::smallint, sqlc.narg('idempotency_key')::text
-    FROM free AS f
-    WHERE (SELECT pg_catalog.count(*) FROM pending) < @max_pending
+    SELECT @id::uuid, @user_id, p.free::smallint, @max_pending::smallint, sqlc.narg('idempotency_key')::text
+    FROM pending AS p
+    WHERE p.taken < @max_pending
         AND NOT EXISTS (SELECT FROM earlier)
     RETURNING id, user_id, status, pending_slot, max_pending, idempotency_key, created_at, ended_at
 ), chosen AS (
@@ -72,9 +71,9 @@ WITH earlier AS MATERIALIZED (
     SELECT i.id, i.user_id, i.status, i.pending_slot, i.max_pending, i.idempotency_key, i.created_at, i.ended_at FROM inserted AS i
 )
 SELECT
-    p.pending_before,
+    p.taken AS pending_before,
     c.id, c.user_id, c.status, c.pending_slot, c.max_pending, c.idempotency_key, c.created_at, c.ended_at
-FROM (SELECT pg_catalog.count(*) AS pending_before FROM pending) AS p
+FROM pending AS p
 LEFT JOIN chosen AS c ON true;
 
 -- name: SetupListByUser :many

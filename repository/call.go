@@ -144,9 +144,12 @@ func (c *call) queueLocks(ctx context.Context, before *db.Queries) error {
 	if c.hold > 0 {
 		_ = before.TxSetHoldTimeout(ctx, c.hold.Milliseconds())
 	}
-	if c.try {
+	switch {
+	case c.try:
 		_ = before.LockTryAll(ctx, db.LockTryAllParams(c.keys))
-	} else {
+	case len(c.locks) == 1 && c.locks[0].exclusive:
+		_ = before.LockOne(ctx, c.keys.Keys[0])
+	default:
 		_ = before.LockAll(ctx, c.keys)
 	}
 	return nil

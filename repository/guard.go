@@ -66,7 +66,8 @@ func (r *Repository) TryGuard(ctx context.Context, locks []Lock, fn func(ctx con
 //	})
 //
 // query must run one statement, and do nothing else that has an effect: it may be called several times, on another
-// goroutine, and once more after GuardQuery has returned because ctx ended. Its error is returned as it is. Where that
+// goroutine, and once more after GuardQuery has returned because ctx ended. A second statement fails, and the first is
+// committed. Its error is returned as it is. Where that
 // is the statement's, such as [ErrLockBusy], nothing was written; any other, such as [pgx.ErrNoRows] of a statement
 // whose condition did not hold, undoes nothing.
 func GuardQuery[T any](ctx context.Context, r *Repository, locks []Lock, query func(ctx context.Context, q DBTX) (T, error)) (_ T, err error) {

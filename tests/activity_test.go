@@ -73,7 +73,7 @@ func TestActivity(t *testing.T) {
 			require.Equal(t, !a.Granted, a.WaitingSince != nil)
 			if a.WaitingSince != nil {
 				require.False(t, a.WaitingSince.Before(*a.TransactionStart))
-				require.Contains(t, a.Query, "LockAll")
+				require.Regexp(t, "^-- name: Lock(One|All) ", a.Query)
 				require.Equal(t, "active", a.State)
 			} else {
 				require.Contains(t, a.Query, "public.items")

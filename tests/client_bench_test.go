@@ -58,7 +58,7 @@ func bareCreateSetup(ctx context.Context, conn batcher, user uuid.UUID) error {
 	batch.Queue("begin isolation level read committed")
 	q := db.New(queued{batch})
 	_ = q.TxSetLockBudget(ctx, db.TxSetLockBudgetParams{LockTimeoutMs: 2000, BudgetMs: 2000, OwnTransaction: true})
-	_ = q.LockAll(ctx, db.LockAllParams{Keys: []int64{key}, Exclusive: []bool{true}, Ranks: []int32{0}})
+	_ = q.LockOne(ctx, key)
 	_, _ = q.SetupInsertWithinLimit(ctx, db.SetupInsertWithinLimitParams{ID: pg(id), UserID: pg(user), MaxPending: 1})
 	batch.Queue("commit")
 	results := conn.SendBatch(ctx, batch)

@@ -62,6 +62,23 @@ func lockAll(ctx context.Context, tx db.DBTX, budget time.Duration, l locks) err
 	return q.LockAll(ctx, l.params())
 }
 
+// lockOne takes the lock of one key, as the repository does for a call with one exclusive lock.
+func lockOne(ctx context.Context, tx db.DBTX, budget time.Duration, key int64) error {
+	q := db.New(tx)
+	if err := q.TxSetLockBudget(ctx, lockBudget(budget)); err != nil {
+		return err
+	}
+	return q.LockOne(ctx, key)
+}
+
+// waits are the two statements that wait for an exclusive lock, by their names.
+var waits = map[string]func(ctx context.Context, tx db.DBTX, budget time.Duration, key int64) error{
+	"LockAll": func(ctx context.Context, tx db.DBTX, budget time.Duration, key int64) error {
+		return lockAll(ctx, tx, budget, exclusive(key))
+	},
+	"LockOne": lockOne,
+}
+
 func lockTryAll(ctx context.Context, tx db.DBTX, l locks) error {
 	q := db.New(tx)
 	if err := q.TxSetLockBudget(ctx, lockBudget(patience)); err != nil {
@@ -230,6 +247,31 @@ func TestLockModes(t *testing.T) {
 		_, err := take()
 		require.NoError(t, err)
 	})
+	t.Run("one key by its own statement is exclusive, and taken by no other", func(t *testing.T) {
+		t.Parallel()
+		a, b, observer := two(t)
+		for _, key := range extremes {
+			require.NoError(t, lockOne(t.Context(), a.tx, patience, key))
+			savepoint, err := b.tx.Begin(t.Context())
+			require.NoError(t, err)
+			requireSQLState(t, "55P03", lockTryAll(t.Context(), savepoint, shared(key)))
+			require.NoError(t, savepoint.Rollback(t.Context()))
+		}
+		want := map[int64][]string{}
+		for _, key := range extremes {
+			want[key] = []string{exclusiveMode}
+		}
+		require.Equal(t, want, granted(t, observer, a.conn.PgConn().PID()))
+
+		take := inBackground(t, func() (struct{}, error) {
+			return struct{}{}, lockOne(t.Context(), b.tx, patience, extremes[0])
+		})
+		require.Equal(t, []uint32{b.conn.PgConn().PID()}, testdb.WaitForWaiter(t, observer, extremes[0], 1))
+		require.NoError(t, a.tx.Commit(t.Context()))
+		_, err := take()
+		require.NoError(t, err)
+		require.Equal(t, map[int64][]string{extremes[0]: {exclusiveMode}}, granted(t, observer, b.conn.PgConn().PID()))
+	})
 	t.Run("no lock at all is fine", func(t *testing.T) {
 		t.Parallel()
 		a, _, observer := two(t)
@@ -365,10 +407,21 @@ func TestLocksOfOneCallHaveOneBudget(t *testing.T) {
 	})
 }
 
+// withoutLockTimeout takes lock_timeout away before the last statement, which then finds less of it than it waits.
+type withoutLockTimeout struct{ pgx.Tx }
+
+func (tx withoutLockTimeout) Exec(ctx context.Context, sql string, args ...any) (pgconn.CommandTag, error) {
+	if !strings.Contains(sql, "TxSetLockBudget") {
+		if _, err := tx.Tx.Exec(ctx, "SET LOCAL lock_timeout = 0"); err != nil {
+			return pgconn.CommandTag{}, err
+		}
+	}
+	return tx.Tx.Exec(ctx, sql, args...)
+}
+
 func TestLockTimeoutsAfterTheLock(t *testing.T) {
 	t.Parallel()
 	url := testdb.URL(t)
-	observer := testdb.Conn(t, url)
 	const budget = 10 * time.Second
 	// current returns both timeouts in milliseconds.
 	current := func(t *testing.T, tx pgx.Tx) (statement, lock int64) {
@@ -379,45 +432,61 @@ func TestLockTimeoutsAfterTheLock(t *testing.T) {
 		return statement, lock
 	}
 
-	for i, before := range []int64{0, 7777, 90_000, math.MaxInt32} {
-		t.Run(fmt.Sprintf("statement_timeout is back at %d ms, lock_timeout at the rest", before), func(t *testing.T) {
+	next := int64(0)
+	for name, wait := range waits {
+		for _, before := range []int64{0, 7777, 90_000, math.MaxInt32} {
+			next++
+			key := next
+			t.Run(fmt.Sprintf("%s puts statement_timeout back to %d ms, and leaves lock_timeout at the budget", name, before), func(t *testing.T) {
+				t.Parallel()
+				tx := begin(t, testdb.Conn(t, url), pgx.TxOptions{})
+				_, err := tx.Exec(t.Context(), fmt.Sprintf("SET statement_timeout = %d", before))
+				require.NoError(t, err)
+				require.NoError(t, wait(t.Context(), tx, budget, key))
+				statement, lock := current(t, tx)
+				require.Equal(t, before, statement)
+				require.LessOrEqual(t, lock, budget.Milliseconds())
+				require.GreaterOrEqual(t, lock, int64(1))
+			})
+		}
+		// The server writes a time in the largest unit that divides it: each is one that the statement must read.
+		for _, budget := range []time.Duration{budget + time.Millisecond, budget, time.Minute, 3 * time.Hour, 24 * 24 * time.Hour} {
+			next++
+			key := next
+			t.Run(fmt.Sprintf("%s leaves of %s what it has not waited", name, budget), func(t *testing.T) {
+				t.Parallel()
+				const blocked = 250 * time.Millisecond
+				holder := hold(t, url, key)
+				tx := begin(t, testdb.Conn(t, url), pgx.TxOptions{})
+				started := time.Now()
+				take := inBackground(t, func() (struct{}, error) { return struct{}{}, wait(t.Context(), tx, budget, key) })
+				testdb.WaitForWaiter(t, testdb.Conn(t, url), key, 1)
+				<-time.After(blocked)
+				require.NoError(t, holder.Rollback(t.Context()))
+				_, err := take()
+				require.NoError(t, err)
+				took := time.Since(started)
+				_, lock := current(t, tx)
+				require.LessOrEqual(t, lock, (budget - blocked).Milliseconds())
+				require.GreaterOrEqual(t, lock, (budget - took).Milliseconds())
+			})
+		}
+		next++
+		key := next
+		t.Run(name+" leaves 1 ms of nothing, not 0 which is for ever", func(t *testing.T) {
 			t.Parallel()
+			holder := hold(t, url, key)
 			tx := begin(t, testdb.Conn(t, url), pgx.TxOptions{})
-			_, err := tx.Exec(t.Context(), fmt.Sprintf("SET statement_timeout = %d", before))
+			take := inBackground(t, func() (struct{}, error) { return struct{}{}, wait(t.Context(), withoutLockTimeout{tx}, budget, key) })
+			testdb.WaitForWaiter(t, testdb.Conn(t, url), key, 1)
+			<-time.After(10 * time.Millisecond)
+			require.NoError(t, holder.Rollback(t.Context()))
+			_, err := take()
 			require.NoError(t, err)
-			require.NoError(t, lockAll(t.Context(), tx, budget, exclusive(int64(i))))
-			statement, lock := current(t, tx)
-			require.Equal(t, before, statement)
-			require.LessOrEqual(t, lock, budget.Milliseconds())
-			require.GreaterOrEqual(t, lock, int64(1))
+			_, lock := current(t, tx)
+			require.Equal(t, int64(1), lock)
 		})
 	}
-	t.Run("the rest is less what the lock took", func(t *testing.T) {
-		t.Parallel()
-		const blocked = 250 * time.Millisecond
-		holder := hold(t, url, 100)
-		tx := begin(t, testdb.Conn(t, url), pgx.TxOptions{})
-		take := inBackground(t, func() (struct{}, error) { return struct{}{}, lockAll(t.Context(), tx, budget, exclusive(100)) })
-		testdb.WaitForWaiter(t, observer, 100, 1)
-		<-time.After(blocked)
-		require.NoError(t, holder.Rollback(t.Context()))
-		_, err := take()
-		require.NoError(t, err)
-		_, lock := current(t, tx)
-		require.LessOrEqual(t, lock, (budget - blocked).Milliseconds())
-		require.GreaterOrEqual(t, lock, int64(1))
-	})
-	t.Run("the rest of nothing is 1 ms, not 0 which is for ever", func(t *testing.T) {
-		t.Parallel()
-		tx := begin(t, testdb.Conn(t, url), pgx.TxOptions{})
-		require.NoError(t, db.New(tx).TxSetLockBudget(t.Context(), lockBudget(time.Millisecond)))
-		// The budget has ended before the locks are asked for; the statement's own bound is not its subject.
-		_, err := tx.Exec(t.Context(), "SET LOCAL statement_timeout = 0; SELECT pg_sleep(0.01)", pgx.QueryExecModeSimpleProtocol)
-		require.NoError(t, err)
-		require.NoError(t, db.New(tx).LockAll(t.Context(), exclusive(101).params()))
-		_, lock := current(t, tx)
-		require.Equal(t, int64(1), lock)
-	})
 	t.Run("after a try no statement waits", func(t *testing.T) {
 		t.Parallel()
 		tx := begin(t, testdb.Conn(t, url), pgx.TxOptions{})
