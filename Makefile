@@ -24,6 +24,7 @@ GO_TEST = go test $$race -shuffle=on -count=1 $(TESTFLAGS)
 # go test hides what passing tests print when it is given a list of packages, but not in the package's own
 # folder. So the suite in tests/ is run there, and says which PostgreSQL it runs on.
 TEST_SUITE = (cd tests && $(GO_TEST))
+TEST_SUITE_SHORT = (cd tests && $(GO_TEST) -short)
 
 # Shell code that sets status to 1 if a test of either module fails.
 ALL_TESTS = status=0; \
@@ -48,7 +49,7 @@ test/matrix: ## run the black-box tests on PostgreSQL 15, 16, 17 and 18
 		echo "==> PostgreSQL $$version: go test$${race:+ $$race}"; \
 		LATCHKEY_DATABASE_URL= LATCHKEY_POSTGRES= LATCHKEY_POSTGRES_VERSION=$$version; \
 		export LATCHKEY_DATABASE_URL LATCHKEY_POSTGRES LATCHKEY_POSTGRES_VERSION; \
-		$(TEST_SUITE) || failed="$$failed $$version"; \
+		$(TEST_SUITE_SHORT) || failed="$$failed $$version"; \
 	done; \
 	if [ -n "$$failed" ]; then echo "failed on PostgreSQL$$failed" >&2; exit 1; fi
 
@@ -56,7 +57,7 @@ test/docker: ## run the black-box tests on PostgreSQL in Docker (LATCHKEY_POSTGR
 	@$(FIND_RACE); \
 	echo "==> PostgreSQL in Docker: go test$${race:+ $$race}"; \
 	LATCHKEY_DATABASE_URL= LATCHKEY_POSTGRES=docker; export LATCHKEY_DATABASE_URL LATCHKEY_POSTGRES; \
-	$(TEST_SUITE)
+	$(TEST_SUITE_SHORT)
 
 test/mutants: ## break the code on purpose, one way at a time, and see a test turn red
 	@bash .ci/mutants

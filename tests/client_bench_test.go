@@ -102,7 +102,9 @@ type answered struct{ pgx.BatchResults }
 func (a answered) Exec(context.Context, string, ...any) (pgconn.CommandTag, error) {
 	return a.BatchResults.Exec()
 }
+
 func (a answered) Query(context.Context, string, ...any) (pgx.Rows, error) {
 	return a.BatchResults.Query()
 }
+
 func (a answered) QueryRow(context.Context, string, ...any) pgx.Row { return a.BatchResults.QueryRow() }
