@@ -1,7 +1,7 @@
 # Works with GNU Make 3.81, which macOS has, and with any sh. `make help` lists the targets.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test/matrix test/docker test/mutants generate verify verify/generated verify/modules \
+.PHONY: help demo test test/matrix test/docker test/mutants bench generate verify verify/generated verify/modules \
 	verify/format verify/queries lint fmt tidy clean ci
 
 # The versions are pinned in internal/tools/go.mod: a module of its own, so that no host of latchkey sees
@@ -29,7 +29,7 @@ TEST_SUITE_SHORT = (cd tests && $(GO_TEST) -short)
 # Shell code that sets status to 1 if a test of either module fails.
 ALL_TESTS = status=0; \
 	$(GO_TEST) ./... || status=1; \
-	(cd tests && $(GO_TEST) ./internal/...) || status=1; \
+	(cd tests && $(GO_TEST) ./internal/... ./bench) || status=1; \
 	$(TEST_SUITE) || status=1
 
 help: ## list the targets
@@ -61,6 +61,9 @@ test/docker: ## run the black-box tests on PostgreSQL in Docker (LATCHKEY_POSTGR
 
 test/mutants: ## break the code on purpose, one way at a time, and see a test turn red
 	@bash .ci/mutants
+
+bench: ## measure latchkey beside the alternatives, in 20 minutes (BENCH=quick, in 2; BENCH=draw, draw again)
+	@cd tests && go run ./bench $(BENCH)
 
 # compile first: SQL that does not compile leaves db/ as it is.
 generate: ## rebuild db/ from migrations/ and queries/

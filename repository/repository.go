@@ -39,6 +39,9 @@ const DefaultMaxWaiters = 10_000
 // DefaultMaxBatch is the bound of a batch without [WithCoalescing]: beyond it, a larger one is hardly faster.
 const DefaultMaxBatch = 64
 
+// inDatabase is how many calls for a key are in the database at a time, if calls that wait can run together.
+const inDatabase = 2
+
 // Repository is the data layer. It holds no state of its own beside the pool and the queue of the calls that wait,
 // and is safe for concurrent use. Calls of two Repositories meet at the server, so one for each pool is best.
 type Repository struct {
@@ -81,11 +84,12 @@ func WithHoldTimeout(d time.Duration) Option {
 	}}
 }
 
-// WithMaxWaiters bounds how many calls of this process may wait for one key; one more is [ErrLockBusy] at once. It is
-// [DefaultMaxWaiters] if not given; otherwise from 1 to 1,000,000.
+// WithMaxWaiters bounds how many calls of this process may wait for one key in memory; one more is [ErrLockBusy] at
+// once. It is [DefaultMaxWaiters] if not given; otherwise from 1 to 1,000,000.
 //
-// One call for a key goes to the database at a time, those for shared locks together. The others wait in memory, first
-// come, first served, and hold no connection.
+// Two calls for a key are in the database at a time: one that has the lock, and one that has asked for it, so that no
+// network delay lies between them. Those for shared locks are there together. The others wait in memory, first come,
+// first served, and hold no connection.
 func WithMaxWaiters(perKey int) Option {
 	return Option{"WithMaxWaiters", func(r *Repository) error {
 		if perKey < 1 || perKey > 1_000_000 {
@@ -98,7 +102,8 @@ func WithMaxWaiters(perKey int) Option {
 
 // WithCoalescing bounds how many calls that wait for the same locks run together, as consecutive statements of one
 // transaction: CreateSetup, Deposit, Withdraw, Transfer and [GuardQuery]. Each has a result of its own, and no
-// call waits for others to come. It is [DefaultMaxBatch] if not given; otherwise up to 1024, and with 0 or 1 none do.
+// call waits for others to come. It is [DefaultMaxBatch] if not given; otherwise up to 1024. With 0 or 1 none do; then half of the
+// pool's connections may be for one key, so that they, and not the network, set the pace.
 //
 // Where such a transaction fails, its calls run again, each alone, so that none is harmed by another. A call whose
 // context ends while the transaction is on its way is [ErrOutcomeUnknown], and does not stop the others.
@@ -177,7 +182,11 @@ func New(pool *pgxpool.Pool, opts ...Option) (*Repository, error) {
 			return nil, wrap("new", err)
 		}
 	}
-	r.queue = keyqueue.New(r.maxWaiters, r.maxBatch, r.runTogether)
+	depth := inDatabase
+	if r.maxBatch < 2 {
+		depth = max(depth, int(pool.Config().MaxConns)/2)
+	}
+	r.queue = keyqueue.New(depth, r.maxWaiters, r.maxBatch, r.runTogether)
 	return r, nil
 }
 

@@ -15,7 +15,7 @@ func noBatch(context.Context, *keyqueue.Batch[int]) {}
 
 func BenchmarkAKeyThatNobodyElseWants(b *testing.B) {
 	b.ReportAllocs()
-	q := keyqueue.New(100, 64, noBatch)
+	q := keyqueue.New(1, 100, 64, noBatch)
 	locks, deadline := exclusive(1), time.Now().Add(far)
 	for b.Loop() {
 		t := keyqueue.Ticket[int]{Locks: locks, Deadline: deadline, Together: true}
@@ -30,7 +30,7 @@ func BenchmarkAKeyThat256Want(b *testing.B) {
 	for name, maxBatch := range map[string]int{"each alone": 0, "together": 64} {
 		b.Run(name, func(b *testing.B) {
 			b.ReportAllocs()
-			q := keyqueue.New(1000, maxBatch, func(_ context.Context, batch *keyqueue.Batch[int]) {
+			q := keyqueue.New(1, 1000, maxBatch, func(_ context.Context, batch *keyqueue.Batch[int]) {
 				batch.Depart()
 				batch.End(nil, false)
 			})

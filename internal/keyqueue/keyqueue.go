@@ -1,6 +1,6 @@
-// Package keyqueue lines up the calls of this process that want the same locks, so that one of them at a time goes to
-// the database. The others wait here, first come, first served, each with its own deadline and context, and hold no
-// connection: a hot key cannot drain the pool. Calls of other processes are met at the server.
+// Package keyqueue lines up the calls of this process that want the same locks, so that only a few of them at a time
+// are in the database. The others wait here, first come, first served, each with its own deadline and context, and hold
+// no connection: a hot key cannot drain the pool. It is the server that keeps calls apart, those of other processes too.
 //
 // Calls that wait for the same locks, and may, have their turn together, as a [Batch].
 package keyqueue
@@ -80,6 +80,7 @@ type Batch[C any] struct {
 
 // Queue has a line for each key that somebody wants. It is safe for concurrent use.
 type Queue[C any] struct {
+	depth      int
 	maxWaiters int
 	maxBatch   int
 	run        func(context.Context, *Batch[C])
@@ -90,24 +91,33 @@ type Queue[C any] struct {
 
 // line is who has the turn on a key, and who waits for it: elements are places.
 type line struct {
-	turns     int // one if exclusive
-	exclusive bool
+	turns     int
+	exclusive int // how many of them
 	waiting   list.List
 }
 
-func (l *line) admits(want Lock) bool { return l.turns == 0 || !l.exclusive && !want.Exclusive }
+// free tells whether the lock can be taken, as far as this process knows.
+func (l *line) free(want Lock) bool { return l.turns == 0 || l.exclusive == 0 && !want.Exclusive }
 
-func (l *line) enter(want Lock) {
-	l.turns++
-	l.exclusive = want.Exclusive
+func (l *line) enter(want Lock) { l.turns++; l.count(want, 1) }
+func (l *line) leave(want Lock) { l.turns--; l.count(want, -1) }
+
+func (l *line) count(lock Lock, n int) {
+	if lock.Exclusive {
+		l.exclusive += n
+	}
 }
 
-// New returns a Queue in which at most maxWaiters calls wait for a key, and at most maxBatch make a batch. A batch is
-// run on a goroutine of its own, and must end with [Batch.End]. Its context has the values of the first call's, and
-// ends when those of all its calls have. With a maxBatch below 2 there is none.
-func New[C any](maxWaiters, maxBatch int, run func(context.Context, *Batch[C])) *Queue[C] {
-	return &Queue[C]{maxWaiters: maxWaiters, maxBatch: maxBatch, run: run, lines: make(map[int64]*line)}
+// New returns a Queue in which depth calls for a key have their turn at a time, or any number if all want it shared; at
+// most maxWaiters wait for a key, and at most maxBatch make a batch. A batch is run on a goroutine of its own, and must
+// end with [Batch.End]. Its context has the values of the first call's, and ends when those of all its calls have. With
+// a maxBatch below 2 there is none.
+func New[C any](depth, maxWaiters, maxBatch int, run func(context.Context, *Batch[C])) *Queue[C] {
+	return &Queue[C]{depth: depth, maxWaiters: maxWaiters, maxBatch: maxBatch, run: run, lines: make(map[int64]*line)}
 }
+
+// admits tells whether another call may go to the database.
+func (q *Queue[C]) admits(l *line, want Lock) bool { return l.turns < q.depth || l.free(want) }
 
 // Len returns how many keys somebody has or wants.
 func (q *Queue[C]) Len() int {
@@ -116,7 +126,7 @@ func (q *Queue[C]) Len() int {
 	return len(q.lines)
 }
 
-// Enter waits until all locks of the ticket are the call's, in this process, to take in the database; then
+// Enter waits until it is the call's turn to take its locks in the database; then
 // [Queue.Leave] must follow. Or until a batch has done the call: see [Ticket.Done]. The error is [ErrFull], [ErrTaken],
 // [ErrTimeout], or what ctx ended with; or [ErrDeparted], with ctx's.
 func (q *Queue[C]) Enter(ctx context.Context, t *Ticket[C]) error {
@@ -151,7 +161,8 @@ func (q *Queue[C]) join(ctx context.Context, t *Ticket[C]) error {
 	for _, lock := range t.Locks {
 		l := q.lines[lock.Key]
 		switch {
-		case l == nil || l.waiting.Len() == 0 && l.admits(lock):
+		case l == nil || l.waiting.Len() == 0 && l.free(lock):
+		case !t.Try && l.waiting.Len() == 0 && q.admits(l, lock):
 		case t.Try:
 			return ErrTaken
 		case l.waiting.Len() >= q.maxWaiters:
@@ -164,7 +175,7 @@ func (q *Queue[C]) join(ctx context.Context, t *Ticket[C]) error {
 			l = &line{}
 			q.lines[lock.Key] = l
 		}
-		if l.waiting.Len() == 0 && l.admits(lock) {
+		if l.waiting.Len() == 0 && q.admits(l, lock) {
 			l.enter(lock)
 			continue
 		}
@@ -191,7 +202,7 @@ func (q *Queue[C]) leave(t *Ticket[C]) {
 		if t.places != nil && t.places[i] != nil {
 			l.waiting.Remove(t.places[i])
 		} else {
-			l.turns--
+			l.leave(lock)
 		}
 		q.advance(lock.Key, l)
 	}
@@ -231,12 +242,12 @@ func (q *Queue[C]) giveUp(ctx context.Context, t *Ticket[C]) error {
 	return ctx.Err()
 }
 
-// advance gives turns on a key to those who wait, as far as the lock's mode allows.
+// advance gives turns on a key to those who wait.
 func (q *Queue[C]) advance(key int64, l *line) {
 	for first := l.waiting.Front(); first != nil; first = l.waiting.Front() {
 		t := first.Value.(*Ticket[C])
 		i := slices.IndexFunc(t.Locks, func(lock Lock) bool { return lock.Key == key })
-		if !l.admits(t.Locks[i]) {
+		if !q.admits(l, t.Locks[i]) {
 			return
 		}
 		l.waiting.Remove(first)
@@ -335,7 +346,7 @@ func (b *Batch[C]) End(again []*Ticket[C], alone bool) {
 	}
 	for _, lock := range b.tickets[0].Locks {
 		l := q.lines[lock.Key]
-		l.turns--
+		l.leave(lock)
 		q.advance(lock.Key, l)
 	}
 }

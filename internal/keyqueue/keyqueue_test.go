@@ -34,7 +34,7 @@ func inQueue(t *testing.T, maxWaiters, maxBatch int, test func(t *testing.T, q *
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		q := &queue{t: t, begun: make(chan *batch, 100)}
-		q.Queue = keyqueue.New(maxWaiters, maxBatch, func(ctx context.Context, b *keyqueue.Batch[string]) {
+		q.Queue = keyqueue.New(1, maxWaiters, maxBatch, func(ctx context.Context, b *keyqueue.Batch[string]) {
 			q.begun <- &batch{b, ctx}
 		})
 		test(t, q)

@@ -420,7 +420,7 @@ func TestManyCallsAtOnceExcludeEachOtherAndNoneIsLostOrRunTwice(t *testing.T) {
 			}
 		}
 	}
-	q := keyqueue.New(1000, 8, func(_ context.Context, b *keyqueue.Batch[*call]) {
+	q := keyqueue.New(1, 1000, 8, func(_ context.Context, b *keyqueue.Batch[*call]) {
 		batches.Add(1)
 		departed := b.Depart()
 		half := len(departed) / 2
