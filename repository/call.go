@@ -38,7 +38,8 @@ type call struct {
 // runOne is run for a rule that is one statement. Calls that wait for the same locks run together.
 func runOne[T any](ctx context.Context, r *Repository, c *call, query func(context.Context, db.DBTX) (T, error)) (T, error) {
 	var row T
-	c.statement = func(ctx context.Context, q db.DBTX) (err error) {
+	// The host's query may look into its context, so that is the call's own, also where a batch has another.
+	c.statement = func(_ context.Context, q db.DBTX) (err error) {
 		if row, err = query(ctx, q); err != nil && c.foreign {
 			err = hostError{err}
 		}

@@ -189,10 +189,24 @@ func TestNew(t *testing.T) {
 		{"refuses two observers", "WithObserver", pool, []repository.Option{
 			repository.WithObserver(repository.Observer{}), repository.WithObserver(repository.Observer{}),
 		}},
+		{"refuses a queue without a place", "MaxWaiters", pool, []repository.Option{repository.WithMaxWaiters(0)}},
+		{"refuses a queue above a million", "MaxWaiters", pool, []repository.Option{repository.WithMaxWaiters(1_000_001)}},
+		{"refuses two queues", "WithMaxWaiters", pool, []repository.Option{
+			repository.WithMaxWaiters(1), repository.WithMaxWaiters(1),
+		}},
+		{"refuses a negative batch", "MaxBatch", pool, []repository.Option{repository.WithCoalescing(-1)}},
+		{"refuses a batch above 1024", "MaxBatch", pool, []repository.Option{repository.WithCoalescing(1025)}},
+		{"refuses two batches", "WithCoalescing", pool, []repository.Option{
+			repository.WithCoalescing(0), repository.WithCoalescing(0),
+		}},
 		{"takes no options", "", pool, nil},
 		{"takes one of each", "", pool, []repository.Option{
 			repository.WithLockTimeout(time.Millisecond), repository.WithHoldTimeout(time.Millisecond),
 			repository.WithLockOrderCheck(), repository.WithObserver(repository.Observer{}),
+			repository.WithMaxWaiters(1), repository.WithCoalescing(0),
+		}},
+		{"takes the largest queue and batch", "", pool, []repository.Option{
+			repository.WithMaxWaiters(1_000_000), repository.WithCoalescing(1024),
 		}},
 		{"takes 0 for the default lock timeout", "", pool, []repository.Option{repository.WithLockTimeout(0)}},
 		{"takes the longest lock timeout", "", pool, []repository.Option{repository.WithLockTimeout(24 * 24 * time.Hour)}},
@@ -267,6 +281,10 @@ func TestObserver(t *testing.T) {
 		}},
 		{"GuardTx", func(ctx context.Context) error {
 			return repo.GuardTx(ctx, nil, nil)
+		}},
+		{"GuardQuery", func(ctx context.Context) error {
+			_, err := repository.GuardQuery[int](ctx, repo, nil, nil)
+			return err
 		}},
 		{"LockActivity", func(ctx context.Context) error {
 			_, err := repo.LockActivity(ctx)

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 
@@ -37,6 +38,7 @@ func (c *call) notEntered(ctx context.Context, err error) error {
 	case errors.Is(err, keyqueue.ErrDeparted):
 		return &outcomeError{c.idempotent, ctx.Err()}
 	case errors.Is(err, keyqueue.ErrFull), errors.Is(err, keyqueue.ErrTaken):
+		c.cut = false // no time has run out
 		return c.busy(WhereQueue, err)
 	case errors.Is(err, keyqueue.ErrTimeout):
 		return c.busy(WhereQueue, nil)
@@ -67,9 +69,11 @@ func (r *Repository) runTogether(ctx context.Context, b *keyqueue.Batch[*call]) 
 	var busy *LockBusyError
 	reason := explain(first)
 	switch {
-	case errors.As(reason, &busy) && busy.Where != WhereRow: // it was the first one's time that ran out
+	case errors.As(reason, &busy) && (busy.Where != WhereRow || time.Since(first.started) >= first.timeout):
+		// It was the first one's time that ran out. Whose row it waited for is not known.
 		first.err = reason
 		again = slices.DeleteFunc(calls, func(t *ticket) bool { return t.Call == first })
+		alone = busy.Where == WhereRow
 	case conn == nil, errors.Is(reason, ErrOutcomeUnknown):
 		for _, t := range calls {
 			t.Call.err = explain(t.Call)

@@ -33,6 +33,17 @@ func TestSetupLimitHoldsInARace(t *testing.T) {
 			}
 		})
 	}
+	for name, gather := range gatherings {
+		t.Run("also of callers "+name, func(t *testing.T) {
+			t.Parallel()
+			url := testdb.URL(t)
+			testdb.Exec(t, url, append(slowInserts, dropPendingKey)...)
+			r := gather.racers(t, url, 20)
+			for round := range 2 {
+				r.requireExact(t, uuid.New(), 1+2*round)
+			}
+		})
+	}
 	t.Run("also while every insert takes its time", func(t *testing.T) {
 		t.Parallel()
 		url := testdb.URL(t)

@@ -92,28 +92,30 @@ func TestTransfer(t *testing.T) {
 // Two accounts in both directions, as often as can be: the locks are taken in the order of their keys.
 func TestTransfersThatMeetNeverDeadlock(t *testing.T) {
 	t.Parallel()
-	t.Run("however they meet", func(t *testing.T) {
-		t.Parallel()
-		url := testdb.URL(t)
-		b := newBank(t, url)
-		r, one, two := newRacers(t, url, 8), b.open(t, 0, 1000), b.open(t, 0, 1000)
-		errs := r.atOnce(func(c racer) error {
-			from, to := one, two
-			if c.n%2 == 0 {
-				from, to = two, one
-			}
-			for range 100 {
-				if _, err := c.repo.Transfer(t.Context(), repository.TransferParams{From: from, To: to, Amount: 1}); err != nil {
-					return err
+	for name, gather := range gatherings {
+		t.Run("however they meet, of callers "+name, func(t *testing.T) {
+			t.Parallel()
+			url := testdb.URL(t)
+			b := newBank(t, url)
+			r, one, two := gather.racers(t, url, 8), b.open(t, 0, 1000), b.open(t, 0, 1000)
+			errs := r.atOnce(func(c racer) error {
+				from, to := one, two
+				if c.n/2%2 == 0 {
+					from, to = two, one
 				}
-			}
-			return nil
+				for range 100 {
+					if _, err := c.repo.Transfer(t.Context(), repository.TransferParams{From: from, To: to, Amount: 1}); err != nil {
+						return err
+					}
+				}
+				return nil
+			})
+			require.NoError(t, errors.Join(errs...))
+			b.requireBalance(t, 1000, one)
+			b.requireBalance(t, 1000, two)
+			requireSound(t, b.observer)
 		})
-		require.NoError(t, errors.Join(errs...))
-		b.requireBalance(t, 1000, one)
-		b.requireBalance(t, 1000, two)
-		requireSound(t, b.observer)
-	})
+	}
 	t.Run("and by hand, in the order of the arguments, do", func(t *testing.T) {
 		t.Parallel()
 		url := testdb.URL(t)
