@@ -30,13 +30,15 @@ WITH earlier AS MATERIALIZED (
     FROM credited AS c
     RETURNING id, account_id, kind, amount, balance_after, transfer_id, idempotency_key, created_at
 ), chosen AS (
-    SELECT e.id, e.account_id, e.kind, e.amount, e.balance_after, e.transfer_id, e.idempotency_key, e.created_at FROM earlier AS e
+    SELECT e.id, e.account_id, e.kind, e.amount, e.balance_after, e.transfer_id, e.idempotency_key, e.created_at, NULL::bigint AS event_id FROM earlier AS e
     UNION ALL
-    SELECT i.id, i.account_id, i.kind, i.amount, i.balance_after, i.transfer_id, i.idempotency_key, i.created_at FROM inserted AS i
+    SELECT i.id, i.account_id, i.kind, i.amount, i.balance_after, i.transfer_id, i.idempotency_key, i.created_at,
+        latchkey.outbox_insert($5::text[]) AS event_id
+    FROM inserted AS i
 )
 SELECT
     f.found,
-    c.id, c.account_id, c.kind, c.amount, c.balance_after, c.transfer_id, c.idempotency_key, c.created_at
+    c.id, c.account_id, c.kind, c.amount, c.balance_after, c.transfer_id, c.idempotency_key, c.created_at, c.event_id
 FROM (SELECT EXISTS (SELECT FROM latchkey.accounts AS a WHERE a.id = $1) AS found) AS f
 LEFT JOIN chosen AS c ON true
 `
@@ -46,6 +48,7 @@ type EntryInsertDepositParams struct {
 	IdempotencyKey *string
 	Amount         int64
 	ID             pgtype.UUID
+	Event          []string
 }
 
 type EntryInsertDepositRow struct {
@@ -58,6 +61,7 @@ type EntryInsertDepositRow struct {
 	TransferID     pgtype.UUID
 	IdempotencyKey *string
 	CreatedAt      *time.Time
+	EventID        *int64
 }
 
 // EntryInsertDeposit adds amount to the balance of the account, unless that would pass the largest bigint, and
@@ -75,6 +79,7 @@ func (q *Queries) EntryInsertDeposit(ctx context.Context, arg EntryInsertDeposit
 		arg.IdempotencyKey,
 		arg.Amount,
 		arg.ID,
+		arg.Event,
 	)
 	var i EntryInsertDepositRow
 	err := row.Scan(
@@ -87,6 +92,7 @@ func (q *Queries) EntryInsertDeposit(ctx context.Context, arg EntryInsertDeposit
 		&i.TransferID,
 		&i.IdempotencyKey,
 		&i.CreatedAt,
+		&i.EventID,
 	)
 	return i, err
 }
@@ -129,16 +135,18 @@ WITH clock AS MATERIALIZED (
     CROSS JOIN clock AS t
     RETURNING id, account_id, kind, amount, balance_after, transfer_id, idempotency_key, created_at
 ), chosen AS (
-    SELECT e.id, e.account_id, e.kind, e.amount, e.balance_after, e.transfer_id, e.idempotency_key, e.created_at FROM earlier AS e
+    SELECT e.id, e.account_id, e.kind, e.amount, e.balance_after, e.transfer_id, e.idempotency_key, e.created_at, NULL::bigint AS event_id FROM earlier AS e
     UNION ALL
-    SELECT i.id, i.account_id, i.kind, i.amount, i.balance_after, i.transfer_id, i.idempotency_key, i.created_at FROM inserted AS i
+    SELECT i.id, i.account_id, i.kind, i.amount, i.balance_after, i.transfer_id, i.idempotency_key, i.created_at,
+        latchkey.outbox_insert($5::text[]) AS event_id
+    FROM inserted AS i
 )
 SELECT
     (f.id IS NOT NULL)::boolean AS found,
     coalesce(f.allowed, false)::boolean AS allowed,
     coalesce(f.daily_limit, 0)::bigint AS daily_limit,
     coalesce(least(f.spent, 9223372036854775807), 0)::bigint AS spent_before,  -- the largest bigint
-    c.id, c.account_id, c.kind, c.amount, c.balance_after, c.transfer_id, c.idempotency_key, c.created_at
+    c.id, c.account_id, c.kind, c.amount, c.balance_after, c.transfer_id, c.idempotency_key, c.created_at, c.event_id
 FROM clock AS t
 LEFT JOIN account AS f ON true
 LEFT JOIN chosen AS c ON true
@@ -149,6 +157,7 @@ type EntryInsertWithdrawalParams struct {
 	IdempotencyKey *string
 	Amount         int64
 	ID             pgtype.UUID
+	Event          []string
 }
 
 type EntryInsertWithdrawalRow struct {
@@ -164,6 +173,7 @@ type EntryInsertWithdrawalRow struct {
 	TransferID     pgtype.UUID
 	IdempotencyKey *string
 	CreatedAt      *time.Time
+	EventID        *int64
 }
 
 // EntryInsertWithdrawal takes amount from the balance of the account, if that much is there and the account's
@@ -187,6 +197,7 @@ func (q *Queries) EntryInsertWithdrawal(ctx context.Context, arg EntryInsertWith
 		arg.IdempotencyKey,
 		arg.Amount,
 		arg.ID,
+		arg.Event,
 	)
 	var i EntryInsertWithdrawalRow
 	err := row.Scan(
@@ -202,6 +213,7 @@ func (q *Queries) EntryInsertWithdrawal(ctx context.Context, arg EntryInsertWith
 		&i.TransferID,
 		&i.IdempotencyKey,
 		&i.CreatedAt,
+		&i.EventID,
 	)
 	return i, err
 }

@@ -71,9 +71,11 @@ WITH clock AS MATERIALIZED (
     FROM inserted AS i
     CROSS JOIN credited AS c
 ), chosen AS (
-    SELECT e.kind, e.id, e.from_account_id, e.to_account_id, e.amount, e.created_at FROM earlier AS e
+    SELECT e.kind, e.id, e.from_account_id, e.to_account_id, e.amount, e.created_at, NULL::bigint AS event_id FROM earlier AS e
     UNION ALL
-    SELECT 'transfer_out' AS kind, i.id, i.from_account_id, i.to_account_id, i.amount, i.created_at FROM inserted AS i
+    SELECT 'transfer_out' AS kind, i.id, i.from_account_id, i.to_account_id, i.amount, i.created_at,
+        latchkey.outbox_insert($8::text[]) AS event_id
+    FROM inserted AS i
 )
 SELECT
     (s.id IS NOT NULL)::boolean AS from_found,
@@ -82,7 +84,7 @@ SELECT
     coalesce(s.daily_limit, 0)::bigint AS daily_limit,
     coalesce(least(s.spent, 9223372036854775807), 0)::bigint AS spent_before,  -- the largest bigint
     coalesce(r.room, false)::boolean AS room,
-    c.kind, c.id, c.from_account_id, c.to_account_id, c.amount, c.created_at
+    c.kind, c.id, c.from_account_id, c.to_account_id, c.amount, c.created_at, c.event_id
 FROM clock AS t
 LEFT JOIN sender AS s ON true
 LEFT JOIN receiver AS r ON true
@@ -97,6 +99,7 @@ type TransferInsertParams struct {
 	ID             pgtype.UUID
 	FromEntryID    pgtype.UUID
 	ToEntryID      pgtype.UUID
+	Event          []string
 }
 
 type TransferInsertRow struct {
@@ -112,6 +115,7 @@ type TransferInsertRow struct {
 	ToAccountID   pgtype.UUID
 	Amount        *int64
 	CreatedAt     *time.Time
+	EventID       *int64
 }
 
 // TransferInsert moves amount from one account to another, if that much is there, the daily limit of the first
@@ -138,6 +142,7 @@ func (q *Queries) TransferInsert(ctx context.Context, arg TransferInsertParams) 
 		arg.ID,
 		arg.FromEntryID,
 		arg.ToEntryID,
+		arg.Event,
 	)
 	var i TransferInsertRow
 	err := row.Scan(
@@ -153,6 +158,7 @@ func (q *Queries) TransferInsert(ctx context.Context, arg TransferInsertParams) 
 		&i.ToAccountID,
 		&i.Amount,
 		&i.CreatedAt,
+		&i.EventID,
 	)
 	return i, err
 }

@@ -25,13 +25,15 @@ WITH earlier AS MATERIALIZED (
     FROM credited AS c
     RETURNING id, account_id, kind, amount, balance_after, transfer_id, idempotency_key, created_at
 ), chosen AS (
-    SELECT e.id, e.account_id, e.kind, e.amount, e.balance_after, e.transfer_id, e.idempotency_key, e.created_at FROM earlier AS e
+    SELECT e.id, e.account_id, e.kind, e.amount, e.balance_after, e.transfer_id, e.idempotency_key, e.created_at, NULL::bigint AS event_id FROM earlier AS e
     UNION ALL
-    SELECT i.id, i.account_id, i.kind, i.amount, i.balance_after, i.transfer_id, i.idempotency_key, i.created_at FROM inserted AS i
+    SELECT i.id, i.account_id, i.kind, i.amount, i.balance_after, i.transfer_id, i.idempotency_key, i.created_at,
+        latchkey.outbox_insert(sqlc.narg('event')::text[]) AS event_id
+    FROM inserted AS i
 )
 SELECT
     f.found,
-    c.id, c.account_id, c.kind, c.amount, c.balance_after, c.transfer_id, c.idempotency_key, c.created_at
+    c.id, c.account_id, c.kind, c.amount, c.balance_after, c.transfer_id, c.idempotency_key, c.created_at, c.event_id
 FROM (SELECT EXISTS (SELECT FROM latchkey.accounts AS a WHERE a.id = @account_id) AS found) AS f
 LEFT JOIN chosen AS c ON true;
 
@@ -88,16 +90,18 @@ WITH clock AS MATERIALIZED (
     CROSS JOIN clock AS t
     RETURNING id, account_id, kind, amount, balance_after, transfer_id, idempotency_key, created_at
 ), chosen AS (
-    SELECT e.id, e.account_id, e.kind, e.amount, e.balance_after, e.transfer_id, e.idempotency_key, e.created_at FROM earlier AS e
+    SELECT e.id, e.account_id, e.kind, e.amount, e.balance_after, e.transfer_id, e.idempotency_key, e.created_at, NULL::bigint AS event_id FROM earlier AS e
     UNION ALL
-    SELECT i.id, i.account_id, i.kind, i.amount, i.balance_after, i.transfer_id, i.idempotency_key, i.created_at FROM inserted AS i
+    SELECT i.id, i.account_id, i.kind, i.amount, i.balance_after, i.transfer_id, i.idempotency_key, i.created_at,
+        latchkey.outbox_insert(sqlc.narg('event')::text[]) AS event_id
+    FROM inserted AS i
 )
 SELECT
     (f.id IS NOT NULL)::boolean AS found,
     coalesce(f.allowed, false)::boolean AS allowed,
     coalesce(f.daily_limit, 0)::bigint AS daily_limit,
     coalesce(least(f.spent, 9223372036854775807), 0)::bigint AS spent_before,  -- the largest bigint
-    c.id, c.account_id, c.kind, c.amount, c.balance_after, c.transfer_id, c.idempotency_key, c.created_at
+    c.id, c.account_id, c.kind, c.amount, c.balance_after, c.transfer_id, c.idempotency_key, c.created_at, c.event_id
 FROM clock AS t
 LEFT JOIN account AS f ON true
 LEFT JOIN chosen AS c ON true;

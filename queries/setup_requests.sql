@@ -66,13 +66,15 @@ WITH earlier AS MATERIALIZED (
         AND NOT EXISTS (SELECT FROM earlier)
     RETURNING id, user_id, status, pending_slot, max_pending, idempotency_key, created_at, ended_at
 ), chosen AS (
-    SELECT e.id, e.user_id, e.status, e.pending_slot, e.max_pending, e.idempotency_key, e.created_at, e.ended_at FROM earlier AS e
+    SELECT e.id, e.user_id, e.status, e.pending_slot, e.max_pending, e.idempotency_key, e.created_at, e.ended_at, NULL::bigint AS event_id FROM earlier AS e
     UNION ALL
-    SELECT i.id, i.user_id, i.status, i.pending_slot, i.max_pending, i.idempotency_key, i.created_at, i.ended_at FROM inserted AS i
+    SELECT i.id, i.user_id, i.status, i.pending_slot, i.max_pending, i.idempotency_key, i.created_at, i.ended_at,
+        latchkey.outbox_insert(sqlc.narg('event')::text[]) AS event_id
+    FROM inserted AS i
 )
 SELECT
     p.taken AS pending_before,
-    c.id, c.user_id, c.status, c.pending_slot, c.max_pending, c.idempotency_key, c.created_at, c.ended_at
+    c.id, c.user_id, c.status, c.pending_slot, c.max_pending, c.idempotency_key, c.created_at, c.ended_at, c.event_id
 FROM pending AS p
 LEFT JOIN chosen AS c ON true;
 

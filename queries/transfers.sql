@@ -72,9 +72,11 @@ WITH clock AS MATERIALIZED (
     FROM inserted AS i
     CROSS JOIN credited AS c
 ), chosen AS (
-    SELECT e.kind, e.id, e.from_account_id, e.to_account_id, e.amount, e.created_at FROM earlier AS e
+    SELECT e.kind, e.id, e.from_account_id, e.to_account_id, e.amount, e.created_at, NULL::bigint AS event_id FROM earlier AS e
     UNION ALL
-    SELECT 'transfer_out' AS kind, i.id, i.from_account_id, i.to_account_id, i.amount, i.created_at FROM inserted AS i
+    SELECT 'transfer_out' AS kind, i.id, i.from_account_id, i.to_account_id, i.amount, i.created_at,
+        latchkey.outbox_insert(sqlc.narg('event')::text[]) AS event_id
+    FROM inserted AS i
 )
 SELECT
     (s.id IS NOT NULL)::boolean AS from_found,
@@ -83,7 +85,7 @@ SELECT
     coalesce(s.daily_limit, 0)::bigint AS daily_limit,
     coalesce(least(s.spent, 9223372036854775807), 0)::bigint AS spent_before,  -- the largest bigint
     coalesce(r.room, false)::boolean AS room,
-    c.kind, c.id, c.from_account_id, c.to_account_id, c.amount, c.created_at
+    c.kind, c.id, c.from_account_id, c.to_account_id, c.amount, c.created_at, c.event_id
 FROM clock AS t
 LEFT JOIN sender AS s ON true
 LEFT JOIN receiver AS r ON true

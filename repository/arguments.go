@@ -1,6 +1,7 @@
 package repository
 
 import (
+	"fmt"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -54,22 +55,42 @@ const (
 
 	// maxIdempotencyKey holds any key in use, such as two UUIDs or a hash. The table's CHECK says the same.
 	maxIdempotencyKey = 255
+
+	// maxName is for topics, aggregate keys, workers and leases; the tables' CHECKs say the same.
+	maxName = 255
 )
 
 // idempotencyKey checks a key; nil is none.
 func idempotencyKey(key string) (*string, error) {
-	switch {
-	case key == "":
+	if key == "" {
 		return nil, nil
-	case len(key) > maxIdempotencyKey:
-		return nil, &InvalidError{"IdempotencyKey", "must be at most 255 bytes long"}
-	case !utf8.ValidString(key):
-		return nil, &InvalidError{"IdempotencyKey", "must be valid UTF-8"}
-	case strings.ContainsRune(key, 0):
-		return nil, &InvalidError{"IdempotencyKey", "must not hold a NUL byte"}
+	}
+	if err := checkText("IdempotencyKey", key, maxIdempotencyKey); err != nil {
+		return nil, err
 	}
 	used := key // key itself stays off the heap
 	return &used, nil
+}
+
+// checkText checks that PostgreSQL can hold the text, and that it is no longer than limit, in bytes.
+func checkText(argument, text string, limit int) error {
+	switch {
+	case len(text) > limit:
+		return &InvalidError{argument, fmt.Sprintf("must be at most %d bytes long", limit)}
+	case !utf8.ValidString(text):
+		return &InvalidError{argument, "must be valid UTF-8"}
+	case strings.ContainsRune(text, 0):
+		return &InvalidError{argument, "must not hold a NUL byte"}
+	}
+	return nil
+}
+
+// checkName is checkText for what must have a name.
+func checkName(argument, name string) error {
+	if name == "" {
+		return &InvalidError{argument, "must not be empty"}
+	}
+	return checkText(argument, name, maxName)
 }
 
 // maxTimeout is in whole days what PostgreSQL can hold in a 32-bit count of milliseconds.

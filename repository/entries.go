@@ -48,6 +48,10 @@ type DepositParams struct {
 
 	// LockTimeout bounds the wait for the account's lock: 1 ms to 24 days; 0 is the Repository's.
 	LockTimeout time.Duration
+
+	// Event is written to the outbox by the statement that inserts the entry, if it does: a refused call writes none,
+	// nor does a repeat with the same key. If its AggregateKey is the account's, the account's lock keeps the order.
+	Event *Event
 }
 
 // WithdrawParams are the parameters of [Repository.Withdraw]; the fields are those of [DepositParams].
@@ -56,6 +60,7 @@ type WithdrawParams struct {
 	Amount         int64
 	IdempotencyKey string
 	LockTimeout    time.Duration
+	Event          *Event
 }
 
 // Deposit adds money to an account.
@@ -85,12 +90,17 @@ func (r *Repository) deposit(ctx context.Context, c *call, p DepositParams) (*En
 	if err != nil {
 		return nil, err
 	}
+	event, err := p.Event.encode()
+	if err != nil {
+		return nil, err
+	}
 	row, err := runOne(ctx, r, c, func(ctx context.Context, q db.DBTX) (db.EntryInsertDepositRow, error) {
 		return db.New(q).EntryInsertDeposit(ctx, db.EntryInsertDepositParams{
 			ID:             pgUUID(id),
 			AccountID:      pgUUID(p.AccountID),
 			Amount:         p.Amount,
 			IdempotencyKey: key,
+			Event:          event,
 		})
 	})
 	switch {
@@ -146,12 +156,17 @@ func (r *Repository) withdraw(ctx context.Context, c *call, p WithdrawParams) (*
 	if err != nil {
 		return nil, err
 	}
+	event, err := p.Event.encode()
+	if err != nil {
+		return nil, err
+	}
 	row, err := runOne(ctx, r, c, func(ctx context.Context, q db.DBTX) (db.EntryInsertWithdrawalRow, error) {
 		return db.New(q).EntryInsertWithdrawal(ctx, db.EntryInsertWithdrawalParams{
 			ID:             pgUUID(id),
 			AccountID:      pgUUID(p.AccountID),
 			Amount:         p.Amount,
 			IdempotencyKey: key,
+			Event:          event,
 		})
 	})
 	switch {

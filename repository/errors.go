@@ -59,6 +59,10 @@ var (
 	// ErrLockOrder is a [LockOrderError].
 	ErrLockOrder = errors.New("locks are taken out of order")
 
+	// ErrLeaseLost means that a claim or a lease is not current any more: its time is over by the server's clock, or
+	// it was ended, and perhaps given to somebody else. Nothing was written. Stop what was done under it.
+	ErrLeaseLost = errors.New("lease is lost")
+
 	// ErrNotFound means that there is no row with this id.
 	ErrNotFound = errors.New("not found")
 
@@ -116,6 +120,7 @@ const (
 	WherePool     = "pool"     // for a connection
 	WhereAdvisory = "advisory" // for the advisory lock, held by another call with the same key
 	WhereRow      = "row"      // for a row that another transaction has written, without the lock
+	WhereLease    = "lease"    // for nothing: somebody has the lease, and it was not waited for
 )
 
 func (e *LockBusyError) Error() string {
@@ -187,6 +192,7 @@ const (
 	schema            = "latchkey"
 	pendingConstraint = "setup_requests_pending_key"
 	balanceConstraint = "accounts_balance_check"
+	turnConstraint    = "outbox_turn_key"
 )
 
 // idempotencyConstraints are those that hold an idempotency key to one use.
@@ -201,6 +207,9 @@ var (
 	errBalanceRange = &InvalidError{"Amount", "must not take the balance beyond an int64"}
 	errTimeZone     = &InvalidError{"TimeZone", "must be known to the server"}
 )
+
+// errTurnTaken means that two calls claimed an event of one aggregate at the same moment, and the other was first.
+var errTurnTaken = errors.New("another event of the aggregate was claimed at the same moment")
 
 // classify gives an error of the driver or the server its meaning, by SQLSTATE and constraint name. It is the
 // one place that does. lost says whether the connection is gone; it is not asked about one that may be somebody
@@ -237,6 +246,9 @@ func (c *call) classify(ctx context.Context, err error, lost func() bool) error 
 
 	case pgErr.Code == uniqueViolation && slices.Contains(idempotencyConstraints, constraint):
 		return fmt.Errorf("%w: %w", ErrIdempotencyConflict, err)
+
+	case pgErr.Code == uniqueViolation && constraint == turnConstraint:
+		return fmt.Errorf("%w: %w", errTurnTaken, err)
 
 	case pgErr.Code == checkViolation && constraint == balanceConstraint:
 		return fmt.Errorf("%w: %w", ErrInsufficientFunds, err)

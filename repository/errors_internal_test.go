@@ -184,6 +184,7 @@ func TestClassify(t *testing.T) {
 		{"a wrong isolation level", t.Context(), false, before(code("25000", "")), false, []error{ErrIsolation}, ""},
 		{"the pending constraint", t.Context(), false, code("23505", "setup_requests_pending_key"), false, []error{ErrPendingExists}, ""},
 		{"the idempotency constraint", t.Context(), false, code("23505", "setup_requests_idempotency_key"), false, []error{ErrIdempotencyConflict}, ""},
+		{"the constraint on turns", t.Context(), false, code("23505", "outbox_turn_key"), false, []error{errTurnTaken}, ""},
 		{"the idempotency constraint of accounts", t.Context(), false, code("23505", "accounts_idempotency_key"), false, []error{ErrIdempotencyConflict}, ""},
 		{"the idempotency constraint of entries", t.Context(), false, code("23505", "entries_idempotency_key"), false, []error{ErrIdempotencyConflict}, ""},
 		{"the constraint of balances", t.Context(), false, code("23514", "accounts_balance_check"), false, []error{ErrInsufficientFunds}, ""},

@@ -46,6 +46,10 @@ type CreateSetupOpts struct {
 	// empty is none. It is the user's: the same key of another user is another key. It is kept as long as the
 	// request is. MaxPending must be the same too, so a repeat across a change of the limit is a conflict.
 	IdempotencyKey string
+
+	// Event is written to the outbox by the statement that creates the request, if it does: a refused call writes none,
+	// nor does a repeat with the same key. If its AggregateKey is the user's, the user's lock keeps the order.
+	Event *Event
 }
 
 // maxMaxPending bounds what one insert counts under the lock. The table's CHECK says the same.
@@ -112,6 +116,10 @@ func (r *Repository) createSetup(ctx context.Context, c *call, userID uuid.UUID,
 	if err != nil {
 		return nil, err
 	}
+	event, err := o.Event.encode()
+	if err != nil {
+		return nil, err
+	}
 	id, err := uuid.NewV7() // rows of one time lie together in the primary key's index
 	if err != nil {
 		return nil, err
@@ -127,6 +135,7 @@ func (r *Repository) createSetup(ctx context.Context, c *call, userID uuid.UUID,
 			UserID:         pgUUID(userID),
 			MaxPending:     int16(maxPending),
 			IdempotencyKey: key,
+			Event:          event,
 		})
 	})
 	switch {

@@ -35,6 +35,9 @@ type TransferParams struct {
 
 	// LockTimeout bounds the wait for both accounts' locks: 1 ms to 24 days; 0 is the Repository's.
 	LockTimeout time.Duration
+
+	// Event is written to the outbox by the statement that inserts the transfer, on the terms of [DepositParams].
+	Event *Event
 }
 
 // Transfer moves money from one account to another, if it is there and the DailyLimit of From allows it, as
@@ -78,6 +81,10 @@ func (r *Repository) transfer(ctx context.Context, c *call, p TransferParams) (*
 	if err != nil {
 		return nil, err
 	}
+	event, err := p.Event.encode()
+	if err != nil {
+		return nil, err
+	}
 	var ids [3]uuid.UUID // of the transfer and its entries
 	for i := range ids {
 		if ids[i], err = uuid.NewV7(); err != nil {
@@ -94,6 +101,7 @@ func (r *Repository) transfer(ctx context.Context, c *call, p TransferParams) (*
 			ToAccountID:    pgUUID(p.To),
 			Amount:         p.Amount,
 			IdempotencyKey: key,
+			Event:          event,
 		})
 	})
 	switch {

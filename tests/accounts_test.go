@@ -1099,6 +1099,8 @@ func (e *explainer) Query(ctx context.Context, sql string, args ...any) (pgx.Row
 		switch arg := arg.(type) {
 		case *string:
 			literals[i] = "'" + *arg + "'"
+		case []string:
+			literals[i] = "NULL" // no event
 		case time.Time:
 			literals[i] = "'" + arg.Format(time.RFC3339Nano) + "'"
 		default:
