@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"runtime"
 	"strings"
 	"sync"
 	"time"
@@ -84,13 +83,7 @@ func (r *Repository) run(ctx context.Context, c *call, fn func(tx *pipeline.Tx) 
 			return c.notEntered(ctx, err)
 		}
 		if t.Done() {
-			if p, ok := c.err.(panicked); ok {
-				panic(p.value)
-			}
-			if errors.Is(c.err, errExited) {
-				runtime.Goexit()
-			}
-			return c.err
+			return c.outcome()
 		}
 		defer r.queue.Leave(t)
 	}

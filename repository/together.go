@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"runtime"
 	"slices"
 	"sync"
 	"time"
@@ -115,6 +116,19 @@ func (p panicked) Error() string { return fmt.Sprintf("panic: %v", p.value) }
 
 // errExited says that the host's function ended its goroutine, with runtime.Goexit.
 var errExited = errors.New("the function ended its goroutine")
+
+// outcome returns what came of a call that ran with others. It ends the goroutine of the call as the host's function
+// ended the one that it ran on.
+func (c *call) outcome() error {
+	var p panicked
+	switch {
+	case errors.As(c.err, &p):
+		panic(p.value) //nolint:forbidigo // it is the host's
+	case errors.Is(c.err, errExited):
+		runtime.Goexit()
+	}
+	return c.err
+}
 
 // recovered runs the host's function on a goroutine of its own, so that it cannot end that of the others' calls.
 func (c *call) recovered(ctx context.Context, q db.DBTX) error {

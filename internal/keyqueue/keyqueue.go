@@ -242,10 +242,14 @@ func (q *Queue[C]) giveUp(ctx context.Context, t *Ticket[C]) error {
 	return ctx.Err()
 }
 
+func ticketAt[C any](place *list.Element) *Ticket[C] {
+	return place.Value.(*Ticket[C]) //nolint:errcheck,forcetypeassert // join put it there
+}
+
 // advance gives turns on a key to those who wait.
 func (q *Queue[C]) advance(key int64, l *line) {
 	for first := l.waiting.Front(); first != nil; first = l.waiting.Front() {
-		t := first.Value.(*Ticket[C])
+		t := ticketAt[C](first)
 		i := slices.IndexFunc(t.Locks, func(lock Lock) bool { return lock.Key == key })
 		if !q.admits(l, t.Locks[i]) {
 			return
@@ -281,7 +285,7 @@ func (q *Queue[C]) call(t *Ticket[C]) {
 		member.missing = 0
 	}
 	b.present = len(b.tickets)
-	ctx, cancel := context.WithCancel(context.WithoutCancel(t.ctx))
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.ctx)) //nolint:gosec // the end of the batch calls it
 	b.cancel = cancel
 	go q.run(ctx, b)
 }
@@ -292,7 +296,7 @@ func (q *Queue[C]) behind(t *Ticket[C]) *Ticket[C] {
 	if !t.Together || first == nil {
 		return nil
 	}
-	next := first.Value.(*Ticket[C])
+	next := ticketAt[C](first)
 	if !next.Together || next.Deadline.Before(t.Deadline) || !slices.Equal(next.Locks, t.Locks) {
 		return nil
 	}

@@ -47,9 +47,9 @@ var rtts = []time.Duration{0, 500 * time.Microsecond, time.Millisecond, 5 * time
 var callerCounts = []int{1, 4, 16, 64, 256}
 
 const (
-	hotCallers   = 256
-	freshCallers = 64
-	guardCallers = poolSize // so that those who ask again and again do not also wait for a connection
+	hotCallers     = 256
+	hundredCallers = 64
+	freshCallers   = poolSize // more would wait for a connection, and measure that
 )
 
 var (
@@ -64,10 +64,9 @@ func quickCells() []cell {
 	return []cell{
 		{hotKey, time.Millisecond, hotCallers, false, rounds, []string{textbook, unguarded, function, alone, coalescing}},
 		{hotKey, 0, hotCallers, false, rounds, []string{function, alone, coalescing}},
-		{freshKeys, 0, freshCallers, false, rounds, []string{function, unguarded, alone, coalescing}},
+		{freshKeys, 0, freshCallers, false, rounds, []string{function, unguarded, alone, coalescing, bareBatch}},
 		{freshKeys, time.Millisecond, freshCallers, false, rounds, []string{function, unguarded, alone, coalescing}},
 		{freshKeys, 0, 1, false, rounds, clients},
-		{freshKeys, 0, 16, false, rounds, clients},
 	}
 }
 
@@ -83,19 +82,19 @@ func fullCells() []cell {
 		{hotKey, 500 * time.Microsecond, hotCallers, false, rounds, compared},
 		{hotKey, time.Millisecond, 1, false, rounds, compared},
 		{hotKey, time.Millisecond, 4, false, rounds, compared},
-		{hotKey, time.Millisecond, guardCallers, false, rounds, everybody},
+		{hotKey, time.Millisecond, freshCallers, false, rounds, everybody},
 		{hotKey, time.Millisecond, 64, false, rounds, compared},
 		{hotKey, time.Millisecond, hotCallers, false, more, compared},
 		{hotKey, 5 * time.Millisecond, hotCallers, false, rounds, compared},
 		{hotKey, time.Millisecond, hotCallers, true, rounds, compared},
-		{hundredKeys, 0, freshCallers, false, rounds, compared},
-		{hundredKeys, time.Millisecond, freshCallers, false, rounds, compared},
-		{freshKeys, 0, freshCallers, false, more, compared},
+		{hundredKeys, 0, hundredCallers, false, rounds, compared},
+		{hundredKeys, time.Millisecond, hundredCallers, false, rounds, compared},
+		{freshKeys, 0, freshCallers, false, more, slices.Concat(compared, []string{bareBatch})},
 		{freshKeys, 500 * time.Microsecond, freshCallers, false, rounds, compared},
 		{freshKeys, time.Millisecond, freshCallers, false, more, everybody},
 		{freshKeys, 5 * time.Millisecond, freshCallers, false, rounds, compared},
 		{freshKeys, time.Millisecond, freshCallers, true, rounds, compared},
 		{freshKeys, 0, 1, false, more, clients},
-		{freshKeys, 0, 16, false, more, clients},
+		{freshKeys, time.Millisecond, 64, false, rounds, compared},
 	}
 }
