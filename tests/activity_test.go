@@ -273,6 +273,25 @@ func TestActivityAndGuardAsTheServicesRole(t *testing.T) {
 	require.Equal(t, itemKey(t, g.owner+" 2"), activity[0].Lock.Key)
 	require.True(t, activity[0].Granted)
 	require.NotEmpty(t, activity[0].Role)
+
+	event := &repository.Event{Topic: "role"}
+	_, err = g.repo.CreateSetup(t.Context(), uuid.New(), &repository.CreateSetupOpts{Event: event})
+	require.NoError(t, err)
+	account, err := g.repo.OpenAccount(t.Context(), repository.OpenAccountParams{OwnerID: uuid.New()})
+	require.NoError(t, err)
+	_, err = g.repo.Deposit(t.Context(), repository.DepositParams{AccountID: account.ID, Amount: 1, Event: event})
+	require.NoError(t, err)
+	claimed, err := g.repo.ClaimEvents(t.Context(), repository.ClaimParams{Worker: "w"})
+	require.NoError(t, err)
+	require.Len(t, claimed, 2)
+	require.NoError(t, g.repo.CompleteEvent(t.Context(), claimed[0].Claim))
+	require.NoError(t, g.repo.RetryEvent(t.Context(), claimed[1].Claim, 0, nil))
+	_, err = g.repo.PurgeEvents(t.Context(), time.Hour, 1)
+	require.NoError(t, err)
+	lease, err := g.repo.AcquireLease(t.Context(), repository.LeaseParams{Name: "role"})
+	require.NoError(t, err)
+	require.NoError(t, g.repo.RenewLease(t.Context(), lease, 0))
+	require.NoError(t, g.repo.ReleaseLease(t.Context(), lease))
 }
 
 // readmeGrants returns the GRANT statements of README.md.

@@ -370,6 +370,31 @@ func TestCoalescingRunsWaitingCallsAsOneTransaction(t *testing.T) {
 		l.requireBalance(t, 120-1+2-3-4+5-6, a)
 		requireSoundOf(t, l.bank, append(ids, accounts...)...)
 	})
+	// The second has its turn on the other account before the first has both of its turns.
+	t.Run("but not transfers that wait for one of their accounts only", func(t *testing.T) {
+		t.Parallel()
+		l := newDesk(t, url)
+		a, b := l.open(t, 0, 100), l.open(t, 0, 100)
+		if accountKey(t, b) < accountKey(t, a) {
+			a, b = b, a
+		}
+		transfer := func(ctx context.Context) (*repository.Transfer, error) {
+			return l.repo.Transfer(ctx, repository.TransferParams{From: a, To: b, Amount: 1})
+		}
+		holder, deposit := hold(t, url, accountKey(t, a)), l.depositing(a, repository.DepositParams{})
+		deposits := enter(t, deposit, deposit)
+		transfers := enter(t, transfer, transfer)
+		testdb.WaitForWaiter(t, l.observer, accountKey(t, a), inDatabase)
+		require.NoError(t, holder.Rollback(t.Context()))
+		for _, w := range deposits {
+			w.mustWait(t)
+		}
+		for _, w := range transfers {
+			w.mustWait(t)
+		}
+		l.requireBalance(t, 100, a)
+		l.requireBalance(t, 102, b)
+	})
 }
 
 func TestCoalescingLineIsBounded(t *testing.T) {

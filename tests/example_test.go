@@ -91,6 +91,35 @@ func Example_guard() {
 	// enough tickets
 }
 
+// The same rule as one statement: one round trip, and calls of one owner that wait for each other run together. The
+// statement inserts nothing where the rule says no, which pgx reports as no rows.
+func Example_guardQuery() {
+	pool, done := exampleHost()
+	defer done()
+	repo, err := repository.New(pool)
+	if err != nil {
+		panic(err)
+	}
+	const insert = `INSERT INTO tickets (owner, project) SELECT $1, $2
+		WHERE (SELECT count(*) FROM tickets WHERE owner = $1) < 2 RETURNING id`
+
+	open := func(ctx context.Context, owner, project string) (id int64, err error) {
+		locks := []repository.Lock{exampleUsers.Exclusive(owner)}
+		return repository.GuardQuery(ctx, repo, locks, func(ctx context.Context, q repository.DBTX) (id int64, err error) {
+			err = q.QueryRow(ctx, insert, owner, project).Scan(&id) // with sqlc: return hostdb.New(q).InsertTicket(ctx, params)
+			return id, err
+		})
+	}
+	for range 3 {
+		id, err := open(context.Background(), "ann", "garden")
+		fmt.Println(id, err)
+	}
+	// Output:
+	// 1 <nil>
+	// 2 <nil>
+	// 0 no rows in result set
+}
+
 // A rule in a transaction that the host has already. The locks are held until it ends, and all that is read after
 // GuardTx is guarded by them.
 func Example_guardTx() {

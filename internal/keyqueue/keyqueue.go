@@ -300,6 +300,9 @@ func (q *Queue[C]) behind(t *Ticket[C]) *Ticket[C] {
 	if !next.Together || next.Deadline.Before(t.Deadline) || !slices.Equal(next.Locks, t.Locks) {
 		return nil
 	}
+	if next.missing < len(next.Locks) { // it has one of its turns, and does not wait in that line
+		return nil
+	}
 	for i, lock := range next.Locks {
 		if !lock.Exclusive || q.lines[lock.Key].waiting.Front() != next.places[i] {
 			return nil

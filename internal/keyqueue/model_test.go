@@ -388,24 +388,47 @@ func TestTheQueueDoesWhatItsModelDoes(t *testing.T) {
 }
 
 // In real time, with real goroutines: the race detector has something to see.
-func TestManyCallsAtOnceExcludeEachOtherAndNoneIsLostOrRunTwice(t *testing.T) {
+func TestManyCallsAtOnceKeepToTheDepthAndNoneIsLostOrRunTwice(t *testing.T) {
 	t.Parallel()
+	for _, depth := range []int{1, 2, 3} {
+		t.Run(fmt.Sprintf("depth %d", depth), func(t *testing.T) {
+			t.Parallel()
+			manyCallsAtOnce(t, depth)
+		})
+	}
+}
+
+// room counts who has the turn on a key.
+type room struct {
+	sync.Mutex
+	all, exclusive int
+}
+
+// change returns how many are in there now, if it matters.
+func (r *room) change(lock keyqueue.Lock, n int) int {
+	r.Lock()
+	defer r.Unlock()
+	r.all += n
+	if lock.Exclusive {
+		r.exclusive += n
+	}
+	if r.exclusive == 0 {
+		return 0
+	}
+	return r.all
+}
+
+func manyCallsAtOnce(t *testing.T, depth int) {
+	t.Helper()
 	const callers, rounds, keys = 32, 200, 3
 	type call struct{ runs atomic.Int32 }
 	type ticket = keyqueue.Ticket[*call]
-	var inside [keys]struct{ shared, exclusive atomic.Int32 }
+	var rooms [keys]room
 	var broken, batches atomic.Int32
 	run := func(locks []keyqueue.Lock, calls ...*call) {
 		for _, lock := range locks {
-			if lock.Exclusive {
-				if inside[lock.Key].exclusive.Add(1) != 1 || inside[lock.Key].shared.Load() != 0 {
-					broken.Add(1)
-				}
-			} else {
-				inside[lock.Key].shared.Add(1)
-				if inside[lock.Key].exclusive.Load() != 0 {
-					broken.Add(1)
-				}
+			if rooms[lock.Key].change(lock, 1) > depth {
+				broken.Add(1)
 			}
 		}
 		for _, c := range calls {
@@ -413,14 +436,10 @@ func TestManyCallsAtOnceExcludeEachOtherAndNoneIsLostOrRunTwice(t *testing.T) {
 		}
 		runtime.Gosched() // so that others come meanwhile
 		for _, lock := range locks {
-			if lock.Exclusive {
-				inside[lock.Key].exclusive.Add(-1)
-			} else {
-				inside[lock.Key].shared.Add(-1)
-			}
+			rooms[lock.Key].change(lock, -1)
 		}
 	}
-	q := keyqueue.New(1, 1000, 8, func(_ context.Context, b *keyqueue.Batch[*call]) {
+	q := keyqueue.New(depth, 1000, 8, func(_ context.Context, b *keyqueue.Batch[*call]) {
 		batches.Add(1)
 		departed := b.Depart()
 		half := len(departed) / 2

@@ -95,7 +95,7 @@ func openBareBatch(ctx context.Context, w *world) (call, error) {
 				continue
 			}
 			err = cmp.Or(err, results.QueryRow().Scan(&row.PendingBefore, &row.ID, &row.UserID, &row.Status, &row.PendingSlot,
-				&row.MaxPending, &row.IdempotencyKey, &row.CreatedAt, &row.EndedAt))
+				&row.MaxPending, &row.IdempotencyKey, &row.CreatedAt, &row.EndedAt, &row.EventID))
 		}
 		if err = cmp.Or(err, results.Close()); err == nil && !row.ID.Valid {
 			return errRefused
