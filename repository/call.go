@@ -13,6 +13,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/latchkey-go/latchkey/db"
+	"github.com/latchkey-go/latchkey/internal/keyqueue"
 	"github.com/latchkey-go/latchkey/internal/pipeline"
 )
 
@@ -28,8 +29,8 @@ type call struct {
 	limit      int64         // of its rule, for the error of the constraint behind it
 
 	started   time.Time
-	cut       bool // the timeout is shorter than asked for, because the context's deadline comes first
-	keys      db.LockAllParams
+	cut       bool           // the timeout is shorter than asked for, because the context's deadline comes first
+	ticket    ticket         // its place in the queue of this process
 	statement pipeline.Query // all that it runs, if that is one statement
 	err       error          // of the statement, if it ran together with those of other calls
 }
@@ -78,14 +79,14 @@ func (r *Repository) run(ctx context.Context, c *call, fn func(tx *pipeline.Tx) 
 	}
 
 	if len(c.locks) > 0 {
-		t := c.ticket()
-		if err := r.queue.Enter(ctx, t); err != nil {
+		c.ticket.Together = c.statement != nil
+		if err := r.queue.Enter(ctx, &c.ticket); err != nil {
 			return c.notEntered(ctx, err)
 		}
-		if t.Done() {
+		if c.ticket.Done() {
 			return c.outcome()
 		}
-		defer r.queue.Leave(t)
+		defer r.queue.Leave(&c.ticket)
 	}
 	conn, err := r.acquire(ctx, c)
 	if err != nil {
@@ -138,13 +139,22 @@ func (c *call) queueLocks(ctx context.Context, before *db.Queries) error {
 	if c.hold > 0 {
 		_ = before.TxSetHoldTimeout(ctx, c.hold.Milliseconds())
 	}
-	switch {
-	case c.try:
-		_ = before.LockTryAll(ctx, db.LockTryAllParams(c.keys))
-	case len(c.locks) == 1 && c.locks[0].exclusive:
-		_ = before.LockOne(ctx, c.keys.Keys[0])
-	default:
-		_ = before.LockAll(ctx, c.keys)
+	if len(c.locks) == 1 && c.locks[0].exclusive && !c.try {
+		_ = before.LockOne(ctx, c.ticket.Locks[0].Key)
+		return nil
+	}
+	locks := db.LockAllParams{
+		Keys:      make([]int64, len(c.locks)),
+		Exclusive: make([]bool, len(c.locks)),
+		Ranks:     make([]int32, len(c.locks)),
+	}
+	for i, l := range c.locks {
+		locks.Keys[i], locks.Exclusive[i], locks.Ranks[i] = l.key(), l.exclusive, l.namespace.rank
+	}
+	if c.try {
+		_ = before.LockTryAll(ctx, db.LockTryAllParams(locks))
+	} else {
+		_ = before.LockAll(ctx, locks)
 	}
 	return nil
 }
@@ -163,18 +173,15 @@ func (c *call) budget() (b db.TxRenewLockBudgetParams, err error) {
 	return b, nil
 }
 
-// start derives the keys of the locks, and begins the budget. The context's deadline shortens it by a little more than is left, so that the
-// server's answer comes before the context ends: then the connection is kept, and the outcome known.
+// start derives the keys of the locks, and begins the budget. The context's deadline shortens it by a little more than
+// is left, so that the server's answer comes before the context ends: then the connection is kept, and the outcome
+// known.
 func (c *call) start(ctx context.Context) error {
-	c.keys = db.LockAllParams{
-		Keys:      make([]int64, len(c.locks)),
-		Exclusive: make([]bool, len(c.locks)),
-		Ranks:     make([]int32, len(c.locks)),
-	}
-	for i, l := range c.locks {
-		c.keys.Keys[i], c.keys.Exclusive[i], c.keys.Ranks[i] = l.key(), l.exclusive, l.namespace.rank
-	}
 	c.started = time.Now()
+	locks := make([]keyqueue.Lock, len(c.locks))
+	for i, l := range c.locks {
+		locks[i] = keyqueue.Lock{Key: l.key(), Exclusive: l.exclusive}
+	}
 	if deadline, ok := ctx.Deadline(); ok {
 		left := deadline.Sub(c.started)
 		left -= min(left/4, 50*time.Millisecond)
@@ -182,6 +189,7 @@ func (c *call) start(ctx context.Context) error {
 			c.timeout, c.cut = left, true
 		}
 	}
+	c.ticket = ticket{Call: c, Locks: keyqueue.Distinct(locks), Deadline: c.started.Add(c.timeout), Try: c.try}
 	return ctx.Err()
 }
 

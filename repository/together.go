@@ -18,21 +18,6 @@ import (
 
 type ticket = keyqueue.Ticket[*call]
 
-// ticket is the call's place in the queue of this process.
-func (c *call) ticket() *ticket {
-	locks := make([]keyqueue.Lock, len(c.locks))
-	for i, key := range c.keys.Keys {
-		locks[i] = keyqueue.Lock{Key: key, Exclusive: c.keys.Exclusive[i]}
-	}
-	return &ticket{
-		Call:     c,
-		Locks:    keyqueue.Distinct(locks),
-		Deadline: c.started.Add(c.timeout),
-		Try:      c.try,
-		Together: c.statement != nil,
-	}
-}
-
 // notEntered says why the call did not get its turn in the queue.
 func (c *call) notEntered(ctx context.Context, err error) error {
 	switch {

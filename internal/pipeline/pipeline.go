@@ -92,7 +92,7 @@ func Begin(conn *pgx.Conn) *Tx {
 	return &Tx{
 		conn:     conn,
 		send:     conn.SendBatch,
-		before:   []statement{{sql: "begin isolation level read committed"}},
+		before:   append(make([]statement, 0, 4), statement{sql: "begin isolation level read committed"}),
 		commit:   "commit",
 		rollback: "rollback",
 	}
