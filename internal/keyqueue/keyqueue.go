@@ -126,9 +126,9 @@ func (q *Queue[C]) Len() int {
 	return len(q.lines)
 }
 
-// Enter waits until it is the call's turn to take its locks in the database; then
-// [Queue.Leave] must follow. Or until a batch has done the call: see [Ticket.Done]. The error is [ErrFull], [ErrTaken],
-// [ErrTimeout], or what ctx ended with; or [ErrDeparted], with ctx's.
+// Enter waits until it is the call's turn to take its locks in the database; then [Queue.Leave] must follow. Or until a
+// batch has done the call: see [Ticket.Done]. The error is [ErrFull], [ErrTaken], [ErrTimeout], or what ctx ended with;
+// or [ErrDeparted], with ctx's.
 func (q *Queue[C]) Enter(ctx context.Context, t *Ticket[C]) error {
 	if err := q.join(ctx, t); err != nil || t.wake == nil { // missing is not this goroutine's to read any more
 		return err
@@ -314,7 +314,8 @@ func (q *Queue[C]) behind(t *Ticket[C]) *Ticket[C] {
 // First returns the call that was there first. It may have given up.
 func (b *Batch[C]) First() *Ticket[C] { return b.tickets[0] }
 
-// Depart returns the calls to run now: those whose context has not ended yet. It may not be long before they are sent.
+// Depart returns the calls to run: those whose context has not ended yet. It goes just before they are sent, since a
+// call whose context ends after it is told [ErrDeparted].
 func (b *Batch[C]) Depart() []*Ticket[C] {
 	b.queue.mu.Lock()
 	defer b.queue.mu.Unlock()
