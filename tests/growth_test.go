@@ -523,9 +523,10 @@ func (w work) checkPlan(named []string) error {
 	return nil
 }
 
-// checkSize compares the same work in a small table. That the rows which it is about lie in fewer pages there is chance.
+// checkSize compares the same work in a small table. That the rows which it is about lie in fewer pages there is chance,
+// and that their entries in an index lie in one leaf.
 func (w work) checkSize(small work) error {
-	if most := small.buffers + deeperBy*w.descents + w.fetched; w.buffers > most {
+	if most := small.buffers + (deeperBy+1)*w.descents + w.fetched; w.buffers > most {
 		return fmt.Errorf("it touches %d buffers, in a small table %d, so at most %d were due", w.buffers, small.buffers, most)
 	}
 	return nil
