@@ -33,13 +33,10 @@ func (o *ListOpts) page() (limit int32, after Cursor, err error) {
 	if o == nil {
 		o = &ListOpts{}
 	}
-	limit, after = 100, o.After
-	switch {
-	case o.Limit < 0 || o.Limit > maxListLimit:
-		return 0, Cursor{}, &InvalidError{"Limit", "must be 0 or from 1 to 1000"}
-	case o.Limit > 0:
-		limit = int32(o.Limit)
+	if limit, err = count("Limit", o.Limit, defaultRows, maxListLimit); err != nil {
+		return 0, Cursor{}, err
 	}
+	after = o.After
 	switch {
 	case after == (Cursor{}):
 		after = afterAll
@@ -50,6 +47,9 @@ func (o *ListOpts) page() (limit int32, after Cursor, err error) {
 }
 
 const (
+	// defaultRows is how many rows come back if nothing is said.
+	defaultRows = 100
+
 	// maxListLimit bounds what one call holds in memory.
 	maxListLimit = 1000
 
@@ -105,6 +105,17 @@ func timeout(argument string, d, fallback time.Duration) (time.Duration, error) 
 		return 0, &InvalidError{argument, "must be 0 or from 1ms to 576h"}
 	}
 	return d, nil
+}
+
+// count checks a number of rows, places or attempts; 0 is fallback.
+func count(argument string, n, fallback, limit int) (int32, error) {
+	switch {
+	case n == 0:
+		return int32(fallback), nil
+	case n < 0 || n > limit:
+		return 0, &InvalidError{argument, fmt.Sprintf("must be 0 or from 1 to %d", limit)}
+	}
+	return int32(n), nil
 }
 
 // pgUUID is an id as the statements take it. A uuid.UUID would go through its text, at many times the cost.

@@ -30,6 +30,7 @@ type call struct {
 
 	started   time.Time
 	cut       bool           // the timeout is shorter than asked for, because the context's deadline comes first
+	keys      []int64        // of the locks
 	ticket    ticket         // its place in the queue of this process
 	statement pipeline.Query // all that it runs, if that is one statement
 	err       error          // of the statement, if it ran together with those of other calls
@@ -79,7 +80,6 @@ func (r *Repository) run(ctx context.Context, c *call, fn func(tx *pipeline.Tx) 
 	}
 
 	if len(c.locks) > 0 {
-		c.ticket.Together = c.statement != nil
 		if err := r.queue.Enter(ctx, &c.ticket); err != nil {
 			return c.notEntered(ctx, err)
 		}
@@ -140,16 +140,16 @@ func (c *call) queueLocks(ctx context.Context, before *db.Queries) error {
 		_ = before.TxSetHoldTimeout(ctx, c.hold.Milliseconds())
 	}
 	if len(c.locks) == 1 && c.locks[0].exclusive && !c.try {
-		_ = before.LockOne(ctx, c.ticket.Locks[0].Key)
+		_ = before.LockOne(ctx, c.keys[0])
 		return nil
 	}
 	locks := db.LockAllParams{
-		Keys:      make([]int64, len(c.locks)),
+		Keys:      c.keys,
 		Exclusive: make([]bool, len(c.locks)),
 		Ranks:     make([]int32, len(c.locks)),
 	}
 	for i, l := range c.locks {
-		locks.Keys[i], locks.Exclusive[i], locks.Ranks[i] = l.key(), l.exclusive, l.namespace.rank
+		locks.Exclusive[i], locks.Ranks[i] = l.exclusive, l.namespace.rank
 	}
 	if c.try {
 		_ = before.LockTryAll(ctx, db.LockTryAllParams(locks))
@@ -178,9 +178,11 @@ func (c *call) budget() (b db.TxRenewLockBudgetParams, err error) {
 // known.
 func (c *call) start(ctx context.Context) error {
 	c.started = time.Now()
+	c.keys = make([]int64, len(c.locks))
 	locks := make([]keyqueue.Lock, len(c.locks))
 	for i, l := range c.locks {
-		locks[i] = keyqueue.Lock{Key: l.key(), Exclusive: l.exclusive}
+		c.keys[i] = l.key()
+		locks[i] = keyqueue.Lock{Key: c.keys[i], Exclusive: l.exclusive}
 	}
 	if deadline, ok := ctx.Deadline(); ok {
 		left := deadline.Sub(c.started)
@@ -189,7 +191,13 @@ func (c *call) start(ctx context.Context) error {
 			c.timeout, c.cut = left, true
 		}
 	}
-	c.ticket = ticket{Call: c, Locks: keyqueue.Distinct(locks), Deadline: c.started.Add(c.timeout), Try: c.try}
+	c.ticket = ticket{
+		Call:     c,
+		Locks:    keyqueue.Distinct(locks),
+		Deadline: c.started.Add(c.timeout),
+		Try:      c.try,
+		Together: c.statement != nil,
+	}
 	return ctx.Err()
 }
 

@@ -86,11 +86,7 @@ func (r *Repository) DepositTx(ctx context.Context, tx pgx.Tx, p DepositParams) 
 }
 
 func (r *Repository) deposit(ctx context.Context, c *call, p DepositParams) (*Entry, error) {
-	id, key, err := r.prepareEntry(c, WithdrawParams(p))
-	if err != nil {
-		return nil, err
-	}
-	event, err := p.Event.encode()
+	id, key, event, err := r.prepareEntry(c, WithdrawParams(p))
 	if err != nil {
 		return nil, err
 	}
@@ -152,11 +148,7 @@ func (r *Repository) WithdrawTx(ctx context.Context, tx pgx.Tx, p WithdrawParams
 }
 
 func (r *Repository) withdraw(ctx context.Context, c *call, p WithdrawParams) (*Entry, error) {
-	id, key, err := r.prepareEntry(c, p)
-	if err != nil {
-		return nil, err
-	}
-	event, err := p.Event.encode()
+	id, key, event, err := r.prepareEntry(c, p)
 	if err != nil {
 		return nil, err
 	}
@@ -194,31 +186,34 @@ func (r *Repository) withdraw(ctx context.Context, c *call, p WithdrawParams) (*
 }
 
 // prepareEntry checks the arguments of a deposit or withdrawal, fills in the call, and returns the new entry's id
-// and key.
-func (r *Repository) prepareEntry(c *call, p WithdrawParams) (id uuid.UUID, key *string, err error) {
+// and key, and its event.
+func (r *Repository) prepareEntry(c *call, p WithdrawParams) (id uuid.UUID, key *string, event []string, err error) {
 	if p.AccountID == uuid.Nil {
-		return uuid.Nil, nil, &InvalidError{"AccountID", "must not be the nil UUID"}
+		return uuid.Nil, nil, nil, &InvalidError{"AccountID", "must not be the nil UUID"}
 	}
 	c.locks = []Lock{AccountLock(p.AccountID)}
-	key, err = r.prepareMove(c, p.Amount, p.IdempotencyKey, p.LockTimeout)
+	key, event, err = r.prepareMove(c, p.Amount, p.IdempotencyKey, p.LockTimeout, p.Event)
 	if err != nil {
-		return uuid.Nil, nil, err
+		return uuid.Nil, nil, nil, err
 	}
 	id, err = uuid.NewV7()
-	return id, key, err
+	return id, key, event, err
 }
 
 // prepareMove is what prepareEntry has in common with a transfer.
-func (r *Repository) prepareMove(c *call, amount int64, idempotency string, lockTimeout time.Duration) (key *string, err error) {
+func (r *Repository) prepareMove(c *call, amount int64, idempotency string, lockTimeout time.Duration, e *Event) (key *string, event []string, err error) {
 	if amount <= 0 {
-		return nil, &InvalidError{"Amount", "must be above 0"}
+		return nil, nil, &InvalidError{"Amount", "must be above 0"}
 	}
 	if c.timeout, err = timeout("LockTimeout", lockTimeout, r.lockTimeout); err != nil {
-		return nil, err
+		return nil, nil, err
 	}
-	key, err = idempotencyKey(idempotency)
+	if key, err = idempotencyKey(idempotency); err != nil {
+		return nil, nil, err
+	}
 	c.idempotent = key != nil
-	return key, err
+	event, err = e.encode()
+	return key, event, err
 }
 
 // Cursor returns the entry's place in [Repository.ListEntries].

@@ -57,8 +57,8 @@ func (r *Repository) checkOrder(ctx context.Context, c *call) error {
 	for _, h := range held {
 		mine[h.Key] = mine[h.Key] || h.Exclusive
 	}
-	for _, l := range c.locks {
-		asked := LockName{Namespace: l.namespace.name, ID: l.id, Key: l.key(), Rank: l.namespace.rank}
+	for i, l := range c.locks {
+		asked := LockName{Namespace: l.namespace.name, ID: l.id, Key: c.keys[i], Rank: l.namespace.rank}
 		if exclusive, ok := mine[asked.Key]; ok && (exclusive || !l.exclusive) {
 			continue // held already, so there is nothing to wait for
 		}

@@ -358,7 +358,7 @@ func (r *Repository) ListDeadLetters(ctx context.Context, o *DeadLetterOpts) (_ 
 	if o == nil {
 		o = &DeadLetterOpts{}
 	}
-	limit, err := count("Limit", o.Limit, maxListLimit)
+	limit, err := count("Limit", o.Limit, defaultRows, maxListLimit)
 	if err != nil {
 		return nil, err
 	}
@@ -433,11 +433,9 @@ func (r *Repository) PurgeEvents(ctx context.Context, olderThan time.Duration, l
 	if olderThan < 0 {
 		return 0, &InvalidError{"olderThan", "must not be below 0"}
 	}
-	rows := int32(1000)
-	if limit != 0 {
-		if rows, err = count("limit", limit, maxPurged); err != nil {
-			return 0, err
-		}
+	rows, err := count("limit", limit, 1000, maxPurged)
+	if err != nil {
+		return 0, err
 	}
 	var purged int64
 	err = r.run(ctx, &call{timeout: r.lockTimeout}, func(tx *pipeline.Tx) (err error) {
@@ -456,7 +454,7 @@ func (p ClaimParams) check() (params db.OutboxClaimParams, err error) {
 	if err := checkName("Worker", p.Worker); err != nil {
 		return params, err
 	}
-	limit, err := count("Max", p.Max, maxClaimed)
+	limit, err := count("Max", p.Max, defaultRows, maxClaimed)
 	if err != nil {
 		return params, err
 	}
@@ -510,14 +508,11 @@ func (e *Event) encode() ([]string, error) {
 	if err != nil {
 		return nil, err
 	}
-	attempts := e.MaxAttempts
-	switch {
-	case attempts == 0:
-		attempts = DefaultMaxAttempts
-	case attempts < 0 || attempts > maxMaxAttempts:
-		return nil, &InvalidError{"MaxAttempts", "must be 0 or from 1 to 1000"}
+	attempts, err := count("MaxAttempts", e.MaxAttempts, DefaultMaxAttempts, maxMaxAttempts)
+	if err != nil {
+		return nil, err
 	}
-	return []string{e.Topic, e.AggregateKey, payload, headers, strconv.Itoa(attempts)}, nil
+	return []string{e.Topic, e.AggregateKey, payload, headers, strconv.Itoa(int(attempts))}, nil
 }
 
 func encodeHeaders(headers map[string]string) (string, error) {
@@ -562,17 +557,6 @@ func lastError(cause error) *string {
 	text = text[:min(len(text), maxLastError)]
 	text = strings.ReplaceAll(strings.ToValidUTF8(text, "\uFFFD"), "\x00", "\uFFFD")
 	return &text
-}
-
-// count checks how many rows are wanted; 0 is 100.
-func count(argument string, n, limit int) (int32, error) {
-	switch {
-	case n == 0:
-		return 100, nil
-	case n < 0 || n > limit:
-		return 0, &InvalidError{argument, fmt.Sprintf("must be 0 or from 1 to %d", limit)}
-	}
-	return int32(n), nil
 }
 
 // payloadProblem says what is wrong with a payload: that it is no JSON, or JSON that PostgreSQL's jsonb cannot hold.

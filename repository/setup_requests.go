@@ -61,7 +61,8 @@ var setupNamespace = MustNamespace("setup_request")
 // CreateSetup creates a pending request of the user, unless MaxPending are pending already.
 //
 // It opens a transaction of its own, takes the lock setup_request:<userID> in it, and returns after COMMIT; all
-// in one round trip, once the connection has prepared the statements. Calls for one user run one after the other, calls for different users do not meet.
+// in one round trip, once the connection has prepared the statements. Calls for one user run one after the other, calls
+// for different users do not meet.
 //
 // Errors, beside those that the package names for every call: [ErrPendingExists], a [LimitError]; [ErrLockBusy],
 // a [LockBusyError]; [ErrIdempotencyConflict] if the key was used with another MaxPending; [ErrInvalid].
@@ -99,17 +100,15 @@ func (r *Repository) createSetup(ctx context.Context, c *call, userID uuid.UUID,
 	if o == nil {
 		o = &CreateSetupOpts{}
 	}
-	maxPending := o.MaxPending
-	if maxPending == 0 {
-		maxPending = 1
+	if userID == uuid.Nil {
+		return nil, &InvalidError{"userID", "must not be the nil UUID"}
+	}
+	maxPending, err := count("MaxPending", o.MaxPending, 1, maxMaxPending)
+	if err != nil {
+		return nil, err
 	}
 	lockTimeout, err := timeout("LockTimeout", o.LockTimeout, r.lockTimeout)
-	switch {
-	case userID == uuid.Nil:
-		return nil, &InvalidError{"userID", "must not be the nil UUID"}
-	case maxPending < 1 || maxPending > maxMaxPending:
-		return nil, &InvalidError{"MaxPending", "must be 0 or from 1 to 1000"}
-	case err != nil:
+	if err != nil {
 		return nil, err
 	}
 	key, err := idempotencyKey(o.IdempotencyKey)
@@ -143,7 +142,7 @@ func (r *Repository) createSetup(ctx context.Context, c *call, userID uuid.UUID,
 		return nil, err
 	case !row.ID.Valid:
 		return nil, &LimitError{Rule: ErrPendingExists, Used: row.PendingBefore, Limit: c.limit, Requested: 1}
-	case int(*row.MaxPending) != maxPending:
+	case int32(*row.MaxPending) != maxPending:
 		return nil, ErrIdempotencyConflict
 	}
 	return setupRequest(db.SetupRequest{

@@ -77,11 +77,7 @@ func (r *Repository) transfer(ctx context.Context, c *call, p TransferParams) (*
 		return nil, &InvalidError{"To", "must not be From"}
 	}
 	c.locks = []Lock{AccountLock(p.From), AccountLock(p.To)}
-	key, err := r.prepareMove(c, p.Amount, p.IdempotencyKey, p.LockTimeout)
-	if err != nil {
-		return nil, err
-	}
-	event, err := p.Event.encode()
+	key, event, err := r.prepareMove(c, p.Amount, p.IdempotencyKey, p.LockTimeout, p.Event)
 	if err != nil {
 		return nil, err
 	}
