@@ -276,6 +276,78 @@ func (q *Queries) OutboxExtend(ctx context.Context, arg OutboxExtendParams) (tim
 	return lease_until, err
 }
 
+const outboxExtendAll = `-- name: OutboxExtendAll :many
+WITH locked AS MATERIALIZED (
+    SELECT o.id, o.lease_until
+    FROM latchkey.outbox AS o
+    JOIN ROWS FROM (
+        pg_catalog.unnest($1::bigint[]), pg_catalog.unnest($2::bigint[])
+    ) AS claim (id, fence) ON claim.id = o.id
+    WHERE o.id = ANY ($1::bigint[])  -- so that the index is used, whatever the plan
+        AND o.state = 'claimed' AND o.owner = $3::text AND o.fence = claim.fence
+    ORDER BY o.id
+    FOR NO KEY UPDATE OF o SKIP LOCKED
+), extended AS (
+    UPDATE latchkey.outbox AS o
+    SET lease_until = pg_catalog.clock_timestamp() + ($4::bigint)::double precision * interval '1 millisecond'
+    WHERE o.id = ANY (ARRAY(SELECT l.id FROM locked AS l WHERE l.lease_until > pg_catalog.clock_timestamp()))
+    RETURNING o.id
+)
+SELECT o.id, (o.id = ANY (ARRAY(SELECT e.id FROM extended AS e)))::boolean AS extended
+FROM latchkey.outbox AS o
+JOIN ROWS FROM (
+    pg_catalog.unnest($1::bigint[]), pg_catalog.unnest($2::bigint[])
+) AS claim (id, fence) ON claim.id = o.id
+WHERE o.id = ANY ($1::bigint[])
+    AND o.state = 'claimed' AND o.owner = $3::text AND o.fence = claim.fence
+    AND o.lease_until > pg_catalog.statement_timestamp()
+ORDER BY o.id
+LIMIT pg_catalog.cardinality($1::bigint[])
+`
+
+type OutboxExtendAllParams struct {
+	Ids     []int64
+	Fences  []int64
+	Worker  string
+	LeaseMs int64
+}
+
+type OutboxExtendAllRow struct {
+	ID       int64
+	Extended bool
+}
+
+// OutboxExtendAll makes the leases of a worker's claims end lease_ms milliseconds from now. ids and fences have one entry
+// a claim. It returns the ids of the claims that are current, and whether each was extended: not if somebody has its row
+// locked, so that one row does not cost the others their leases; try it again then. An id that does not come back: the
+// claim is not current any more, as in OutboxComplete.
+//
+// Locks: FOR NO KEY UPDATE SKIP LOCKED on the rows; waits for none. Index: outbox_pkey.
+func (q *Queries) OutboxExtendAll(ctx context.Context, arg OutboxExtendAllParams) ([]OutboxExtendAllRow, error) {
+	rows, err := q.db.Query(ctx, outboxExtendAll,
+		arg.Ids,
+		arg.Fences,
+		arg.Worker,
+		arg.LeaseMs,
+	)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var items []OutboxExtendAllRow
+	for rows.Next() {
+		var i OutboxExtendAllRow
+		if err := rows.Scan(&i.ID, &i.Extended); err != nil {
+			return nil, err
+		}
+		items = append(items, i)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	return items, nil
+}
+
 const outboxInsert = `-- name: OutboxInsert :one
 SELECT latchkey.outbox_insert($1::text[]) AS id
 `
@@ -352,6 +424,19 @@ func (q *Queries) OutboxListDead(ctx context.Context, arg OutboxListDeadParams) 
 	return items, nil
 }
 
+const outboxListen = `-- name: OutboxListen :exec
+LISTEN latchkey_outbox
+`
+
+// OutboxListen has the session notified when events are committed, if the host has enabled the trigger outbox_notify.
+// It lasts as long as the session, so it is for a connection of its own, and never for one of a pool.
+//
+// Locks: none.
+func (q *Queries) OutboxListen(ctx context.Context) error {
+	_, err := q.db.Exec(ctx, outboxListen)
+	return err
+}
+
 const outboxPreferIndexes = `-- name: OutboxPreferIndexes :exec
 SELECT
     pg_catalog.set_config('enable_seqscan', 'off', true),
@@ -422,6 +507,60 @@ func (q *Queries) OutboxRedrive(ctx context.Context, id int64) (int64, error) {
 		return 0, err
 	}
 	return result.RowsAffected(), nil
+}
+
+const outboxRelease = `-- name: OutboxRelease :many
+WITH locked AS MATERIALIZED (
+    SELECT o.id, o.lease_until
+    FROM latchkey.outbox AS o
+    JOIN ROWS FROM (
+        pg_catalog.unnest($1::bigint[]), pg_catalog.unnest($2::bigint[])
+    ) AS claim (id, fence) ON claim.id = o.id
+    WHERE o.id = ANY ($1::bigint[])  -- so that the index is used, whatever the plan
+        AND o.state = 'claimed' AND o.owner = $3::text AND o.fence = claim.fence
+    ORDER BY o.id
+    FOR NO KEY UPDATE OF o
+), released AS (
+    UPDATE latchkey.outbox AS o
+    SET state = 'ready', owner = NULL, lease_until = NULL, attempts = o.attempts - 1
+    WHERE o.id = ANY (ARRAY(SELECT l.id FROM locked AS l WHERE l.lease_until > pg_catalog.clock_timestamp()))
+    RETURNING o.id
+)
+SELECT r.id
+FROM released AS r
+ORDER BY r.id
+LIMIT pg_catalog.cardinality($1::bigint[])
+`
+
+type OutboxReleaseParams struct {
+	Ids    []int64
+	Fences []int64
+	Worker string
+}
+
+// OutboxRelease gives back claims whose events nobody has begun to handle, and returns the ids of the events that are
+// ready again by it: due as before, and without the attempt. ids and fences have one entry a claim, all of one worker.
+// An id that does not come back: the claim is not current any more, as in OutboxComplete.
+//
+// Locks: FOR NO KEY UPDATE on the rows, in the order of their ids; waits for who has them locked. Index: outbox_pkey.
+func (q *Queries) OutboxRelease(ctx context.Context, arg OutboxReleaseParams) ([]int64, error) {
+	rows, err := q.db.Query(ctx, outboxRelease, arg.Ids, arg.Fences, arg.Worker)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var items []int64
+	for rows.Next() {
+		var id int64
+		if err := rows.Scan(&id); err != nil {
+			return nil, err
+		}
+		items = append(items, id)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	return items, nil
 }
 
 const outboxRetry = `-- name: OutboxRetry :one

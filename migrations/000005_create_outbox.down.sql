@@ -20,4 +20,5 @@ $$;
 
 DROP FUNCTION latchkey.outbox_insert(text[]);
 DROP TABLE latchkey.outbox;
+DROP FUNCTION latchkey.outbox_notify();
 DROP FUNCTION latchkey.outbox_is_possible(text, text, text, text, timestamptz, timestamptz, integer, integer, bigint);

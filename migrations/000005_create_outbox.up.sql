@@ -130,3 +130,24 @@ $$;
 
 COMMENT ON FUNCTION latchkey.outbox_insert(text[]) IS
     'Writes an event, which is its topic, aggregate key or an empty text, payload, headers and max attempts, and returns its id. NULL writes none. Called by OutboxInsert, SetupInsertWithinLimit, EntryInsertDeposit, EntryInsertWithdrawal and TransferInsert.';
+
+CREATE FUNCTION latchkey.outbox_notify() RETURNS trigger
+    LANGUAGE plpgsql
+AS $$
+BEGIN
+    PERFORM pg_catalog.pg_notify('latchkey_outbox', '');
+    RETURN NULL;
+END;
+$$;
+
+COMMENT ON FUNCTION latchkey.outbox_notify() IS 'The trigger outbox_notify: wakes dispatchers that listen, when the transaction commits.';
+
+-- Disabled, since transactions that notify commit one after another, in the whole server: each holds a lock from before
+-- its commit is written to disk until after that. Where events are few, and a poll is too late, it can be had:
+-- ALTER TABLE latchkey.outbox ENABLE TRIGGER outbox_notify;
+CREATE TRIGGER outbox_notify
+    AFTER INSERT ON latchkey.outbox
+    FOR EACH STATEMENT EXECUTE FUNCTION latchkey.outbox_notify();
+ALTER TABLE latchkey.outbox DISABLE TRIGGER outbox_notify;
+COMMENT ON TRIGGER outbox_notify ON latchkey.outbox IS
+    'Wakes dispatchers that listen. Disabled unless the host enables it, since transactions that notify commit one after another.';

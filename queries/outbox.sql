@@ -158,6 +158,40 @@ SET lease_until = pg_catalog.clock_timestamp() + (@lease_ms::bigint)::double pre
 WHERE o.id = (SELECT l.id FROM locked AS l WHERE l.lease_until > pg_catalog.clock_timestamp())
 RETURNING (o.lease_until)::timestamptz AS lease_until;
 
+-- name: OutboxExtendAll :many
+-- OutboxExtendAll makes the leases of a worker's claims end lease_ms milliseconds from now. ids and fences have one entry
+-- a claim. It returns the ids of the claims that are current, and whether each was extended: not if somebody has its row
+-- locked, so that one row does not cost the others their leases; try it again then. An id that does not come back: the
+-- claim is not current any more, as in OutboxComplete.
+--
+-- Locks: FOR NO KEY UPDATE SKIP LOCKED on the rows; waits for none. Index: outbox_pkey.
+WITH locked AS MATERIALIZED (
+    SELECT o.id, o.lease_until
+    FROM latchkey.outbox AS o
+    JOIN ROWS FROM (
+        pg_catalog.unnest(@ids::bigint[]), pg_catalog.unnest(@fences::bigint[])
+    ) AS claim (id, fence) ON claim.id = o.id
+    WHERE o.id = ANY (@ids::bigint[])  -- so that the index is used, whatever the plan
+        AND o.state = 'claimed' AND o.owner = @worker::text AND o.fence = claim.fence
+    ORDER BY o.id
+    FOR NO KEY UPDATE OF o SKIP LOCKED
+), extended AS (
+    UPDATE latchkey.outbox AS o
+    SET lease_until = pg_catalog.clock_timestamp() + (@lease_ms::bigint)::double precision * interval '1 millisecond'
+    WHERE o.id = ANY (ARRAY(SELECT l.id FROM locked AS l WHERE l.lease_until > pg_catalog.clock_timestamp()))
+    RETURNING o.id
+)
+SELECT o.id, (o.id = ANY (ARRAY(SELECT e.id FROM extended AS e)))::boolean AS extended
+FROM latchkey.outbox AS o
+JOIN ROWS FROM (
+    pg_catalog.unnest(@ids::bigint[]), pg_catalog.unnest(@fences::bigint[])
+) AS claim (id, fence) ON claim.id = o.id
+WHERE o.id = ANY (@ids::bigint[])
+    AND o.state = 'claimed' AND o.owner = @worker::text AND o.fence = claim.fence
+    AND o.lease_until > pg_catalog.statement_timestamp()
+ORDER BY o.id
+LIMIT pg_catalog.cardinality(@ids::bigint[]);
+
 -- name: OutboxInsert :one
 -- OutboxInsert writes an event that is due at once, and returns its id. event is that of latchkey.outbox_insert.
 --
@@ -174,6 +208,13 @@ FROM latchkey.outbox AS o
 WHERE o.state = 'dead' AND o.ended_at IS NOT NULL AND (o.ended_at, o.id) < (@before_ended_at::timestamptz, @before_id::bigint)
 ORDER BY o.ended_at DESC, o.id DESC
 LIMIT @max_rows;
+
+-- name: OutboxListen :exec
+-- OutboxListen has the session notified when events are committed, if the host has enabled the trigger outbox_notify.
+-- It lasts as long as the session, so it is for a connection of its own, and never for one of a pool.
+--
+-- Locks: none.
+LISTEN latchkey_outbox;
 
 -- name: OutboxPreferIndexes :exec
 -- OutboxPreferIndexes makes the planner walk along indexes for the rest of the transaction. What it knows of a queue is
@@ -217,6 +258,33 @@ WHERE o.id = ANY (ARRAY(SELECT old.id FROM old));
 UPDATE latchkey.outbox AS o
 SET state = 'ready', attempts = 0, due_at = pg_catalog.clock_timestamp(), ended_at = NULL
 WHERE o.id = @id AND o.state = 'dead';
+
+-- name: OutboxRelease :many
+-- OutboxRelease gives back claims whose events nobody has begun to handle, and returns the ids of the events that are
+-- ready again by it: due as before, and without the attempt. ids and fences have one entry a claim, all of one worker.
+-- An id that does not come back: the claim is not current any more, as in OutboxComplete.
+--
+-- Locks: FOR NO KEY UPDATE on the rows, in the order of their ids; waits for who has them locked. Index: outbox_pkey.
+WITH locked AS MATERIALIZED (
+    SELECT o.id, o.lease_until
+    FROM latchkey.outbox AS o
+    JOIN ROWS FROM (
+        pg_catalog.unnest(@ids::bigint[]), pg_catalog.unnest(@fences::bigint[])
+    ) AS claim (id, fence) ON claim.id = o.id
+    WHERE o.id = ANY (@ids::bigint[])  -- so that the index is used, whatever the plan
+        AND o.state = 'claimed' AND o.owner = @worker::text AND o.fence = claim.fence
+    ORDER BY o.id
+    FOR NO KEY UPDATE OF o
+), released AS (
+    UPDATE latchkey.outbox AS o
+    SET state = 'ready', owner = NULL, lease_until = NULL, attempts = o.attempts - 1
+    WHERE o.id = ANY (ARRAY(SELECT l.id FROM locked AS l WHERE l.lease_until > pg_catalog.clock_timestamp()))
+    RETURNING o.id
+)
+SELECT r.id
+FROM released AS r
+ORDER BY r.id
+LIMIT pg_catalog.cardinality(@ids::bigint[]);
 
 -- name: OutboxRetry :one
 -- OutboxRetry ends a claim whose event could not be handled: the event is ready again, due after_ms milliseconds from

@@ -337,6 +337,59 @@ func (r *Repository) ExtendClaim(ctx context.Context, c Claim, lease time.Durati
 	return c, nil
 }
 
+// completeEvents is CompleteEvent for claims of one worker. It returns the ids of the events that are done by it; the
+// other claims are not current any more.
+func (r *Repository) completeEvents(ctx context.Context, claims []Claim) (done []int64, err error) {
+	defer r.done(ctx, "CompleteEvents", time.Now(), &err)
+	ids, fences := tokens(claims)
+	err = r.settle(ctx, func(q *db.Queries) (err error) {
+		done, err = q.OutboxComplete(ctx, db.OutboxCompleteParams{Ids: ids, Fences: fences, Worker: claims[0].Worker})
+		return err
+	})
+	return done, err
+}
+
+// releaseEvents gives back claims of one worker whose events nobody has begun to handle, without counting the attempt.
+// It returns the ids of the events that are ready again by it; the other claims are not current any more.
+func (r *Repository) releaseEvents(ctx context.Context, claims []Claim) (ready []int64, err error) {
+	defer r.done(ctx, "ReleaseEvents", time.Now(), &err)
+	ids, fences := tokens(claims)
+	err = r.settle(ctx, func(q *db.Queries) (err error) {
+		ready, err = q.OutboxRelease(ctx, db.OutboxReleaseParams{Ids: ids, Fences: fences, Worker: claims[0].Worker})
+		return err
+	})
+	return ready, err
+}
+
+// extendClaims is ExtendClaim for claims of one worker, but does not wait for a row that is locked. It returns those
+// that are current, and whether they were extended.
+func (r *Repository) extendClaims(ctx context.Context, claims []Claim, lease time.Duration) (extended map[EventID]bool, err error) {
+	defer r.done(ctx, "ExtendClaims", time.Now(), &err)
+	ids, fences := tokens(claims)
+	var rows []db.OutboxExtendAllRow
+	err = r.settle(ctx, func(q *db.Queries) (err error) {
+		rows, err = q.OutboxExtendAll(ctx, db.OutboxExtendAllParams{
+			Ids:     ids,
+			Fences:  fences,
+			Worker:  claims[0].Worker,
+			LeaseMs: lease.Milliseconds(),
+		})
+		return err
+	})
+	extended = make(map[EventID]bool, len(rows))
+	for _, row := range rows {
+		extended[EventID(row.ID)] = row.Extended
+	}
+	return extended, err
+}
+
+func tokens(claims []Claim) (ids, fences []int64) {
+	for _, c := range claims {
+		ids, fences = append(ids, int64(c.EventID)), append(fences, c.Fence)
+	}
+	return ids, fences
+}
+
 // settle runs the one query of a transaction that changes something under a token; no row means that the token is old.
 func (r *Repository) settle(ctx context.Context, query func(*db.Queries) error) error {
 	err := r.run(ctx, &call{timeout: r.lockTimeout}, func(tx *pipeline.Tx) error {

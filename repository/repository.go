@@ -152,6 +152,12 @@ type Observer struct {
 	// LockOrder is called when a method that joins a transaction asks for a lock out of order; the call goes
 	// on. It makes each of those methods one round trip longer, to ask what the transaction holds.
 	LockOrder func(ctx context.Context, e *LockOrderError)
+
+	// EventsClaimed is called when a [Dispatcher] has claimed n events, at least one.
+	EventsClaimed func(ctx context.Context, n int)
+
+	// EventDone is called when a [Dispatcher] has handled an event, and has noted that as far as it could.
+	EventDone func(ctx context.Context, e EventDone)
 }
 
 // CallDone describes a call that has ended.
