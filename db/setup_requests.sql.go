@@ -110,7 +110,7 @@ func (q *Queries) SetupGet(ctx context.Context, id pgtype.UUID) (SetupRequest, e
 	return i, err
 }
 
-const setupInsertWithinLimit = `-- name: SetupInsertWithinLimit :one
+const setupInsertOnce = `-- name: SetupInsertOnce :one
 WITH earlier AS MATERIALIZED (
     SELECT s.id, s.user_id, s.status, s.pending_slot, s.max_pending, s.idempotency_key, s.created_at, s.ended_at
     FROM latchkey.setup_requests AS s
@@ -129,13 +129,12 @@ WITH earlier AS MATERIALIZED (
     FROM pending AS p
     WHERE p.taken < $4
         AND NOT EXISTS (SELECT FROM earlier)
-    RETURNING id, user_id, status, pending_slot, max_pending, idempotency_key, created_at, ended_at
+    RETURNING id, user_id, status, pending_slot, max_pending, idempotency_key, created_at, ended_at,
+        latchkey.outbox_insert($5::text[]) AS event_id
 ), chosen AS (
     SELECT e.id, e.user_id, e.status, e.pending_slot, e.max_pending, e.idempotency_key, e.created_at, e.ended_at, NULL::bigint AS event_id FROM earlier AS e
     UNION ALL
-    SELECT i.id, i.user_id, i.status, i.pending_slot, i.max_pending, i.idempotency_key, i.created_at, i.ended_at,
-        latchkey.outbox_insert($5::text[]) AS event_id
-    FROM inserted AS i
+    SELECT i.id, i.user_id, i.status, i.pending_slot, i.max_pending, i.idempotency_key, i.created_at, i.ended_at, i.event_id FROM inserted AS i
 )
 SELECT
     p.taken AS pending_before,
@@ -144,12 +143,85 @@ FROM pending AS p
 LEFT JOIN chosen AS c ON true
 `
 
-type SetupInsertWithinLimitParams struct {
+type SetupInsertOnceParams struct {
 	UserID         pgtype.UUID
-	IdempotencyKey *string
+	IdempotencyKey string
 	ID             pgtype.UUID
 	MaxPending     int16
 	Event          []string
+}
+
+type SetupInsertOnceRow struct {
+	PendingBefore  int64
+	ID             pgtype.UUID
+	UserID         pgtype.UUID
+	Status         *string
+	PendingSlot    *int16
+	MaxPending     *int16
+	IdempotencyKey *string
+	CreatedAt      *time.Time
+	EndedAt        *time.Time
+	EventID        *int64
+}
+
+// SetupInsertOnce is SetupInsertWithinLimit for a call with an idempotency key: the request that an earlier call
+// inserted under the same key comes back in place of a new one. To look for that costs the server a tenth of the call.
+//
+// Locks: as there, and for the same idempotency key. Indexes: setup_requests_pending_key,
+// setup_requests_idempotency_key.
+func (q *Queries) SetupInsertOnce(ctx context.Context, arg SetupInsertOnceParams) (SetupInsertOnceRow, error) {
+	row := q.db.QueryRow(ctx, setupInsertOnce,
+		arg.UserID,
+		arg.IdempotencyKey,
+		arg.ID,
+		arg.MaxPending,
+		arg.Event,
+	)
+	var i SetupInsertOnceRow
+	err := row.Scan(
+		&i.PendingBefore,
+		&i.ID,
+		&i.UserID,
+		&i.Status,
+		&i.PendingSlot,
+		&i.MaxPending,
+		&i.IdempotencyKey,
+		&i.CreatedAt,
+		&i.EndedAt,
+		&i.EventID,
+	)
+	return i, err
+}
+
+const setupInsertWithinLimit = `-- name: SetupInsertWithinLimit :one
+WITH pending AS MATERIALIZED (
+    -- In their order, slots are their own numbers up to the first that is free.
+    SELECT pg_catalog.count(*) AS taken, 1::bigint + pg_catalog.count(*) FILTER (WHERE n.slot = n.nth) AS free
+    FROM (
+        SELECT s.pending_slot AS slot, pg_catalog.row_number() OVER (ORDER BY s.pending_slot) AS nth
+        FROM latchkey.setup_requests AS s
+        WHERE s.user_id = $1 AND s.status = 'pending'
+    ) AS n
+), inserted AS (
+    INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending)
+    SELECT $2::uuid, $1, p.free::smallint, $3::smallint
+    FROM pending AS p
+    WHERE p.taken < $3
+    RETURNING id, user_id, status, pending_slot, max_pending, idempotency_key, created_at, ended_at,
+        latchkey.outbox_insert($4::text[]) AS event_id
+)
+SELECT
+    p.taken AS pending_before,
+    i.id, i.user_id, i.status, i.pending_slot, i.max_pending, i.idempotency_key, i.created_at, i.ended_at, i.event_id
+FROM pending AS p
+LEFT JOIN inserted AS i ON true
+`
+
+type SetupInsertWithinLimitParams struct {
+	UserID     pgtype.UUID
+	ID         pgtype.UUID
+	MaxPending int16
+	Event      []string
 }
 
 type SetupInsertWithinLimitRow struct {
@@ -166,18 +238,17 @@ type SetupInsertWithinLimitRow struct {
 }
 
 // SetupInsertWithinLimit inserts a pending request of the user, if fewer than max_pending are pending, into
-// the lowest free slot. It returns one row always: pending_before, and the new request, or the request that
-// an earlier call inserted under the same idempotency key, or NULL where the limit says no.
+// the lowest free slot. It returns one row always: pending_before, and the new request, or NULL where the limit says
+// no.
 //
 // The caller holds the lock setup_request:<user_id>, taken by a statement of its own, before this one.
 // Error 23505 on setup_requests_pending_key: a writer without the lock was there first.
 //
-// Locks: waits for another transaction only where that one inserted the same slot or idempotency key without
-// the lock. Indexes: setup_requests_pending_key, setup_requests_idempotency_key.
+// Locks: waits for another transaction only where that one inserted the same slot without the lock. Index:
+// setup_requests_pending_key.
 func (q *Queries) SetupInsertWithinLimit(ctx context.Context, arg SetupInsertWithinLimitParams) (SetupInsertWithinLimitRow, error) {
 	row := q.db.QueryRow(ctx, setupInsertWithinLimit,
 		arg.UserID,
-		arg.IdempotencyKey,
 		arg.ID,
 		arg.MaxPending,
 		arg.Event,

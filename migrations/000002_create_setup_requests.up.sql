@@ -43,13 +43,13 @@ CREATE UNIQUE INDEX setup_requests_pending_key
     ON latchkey.setup_requests (user_id, pending_slot)
     WHERE status = 'pending';
 COMMENT ON INDEX latchkey.setup_requests_pending_key IS
-    'The rule as a constraint; serves SetupInsertWithinLimit and SetupCountPending.';
+    'The rule as a constraint; serves SetupInsertWithinLimit, SetupInsertOnce and SetupCountPending.';
 
 CREATE UNIQUE INDEX setup_requests_idempotency_key
     ON latchkey.setup_requests (user_id, idempotency_key)
     WHERE idempotency_key IS NOT NULL;
 COMMENT ON INDEX latchkey.setup_requests_idempotency_key IS
-    'One request per idempotency key of a user; serves SetupInsertWithinLimit.';
+    'One request per idempotency key of a user; serves SetupInsertOnce.';
 
 CREATE INDEX setup_requests_user_id_created_at_idx
     ON latchkey.setup_requests (user_id, created_at DESC, id DESC);

@@ -129,7 +129,7 @@ END;
 $$;
 
 COMMENT ON FUNCTION latchkey.outbox_insert(text[]) IS
-    'Writes an event, which is its topic, aggregate key or an empty text, payload, headers and max attempts, and returns its id. NULL writes none. Called by OutboxInsert, SetupInsertWithinLimit, EntryInsertDeposit, EntryInsertWithdrawal and TransferInsert.';
+    'Writes an event, which is its topic, aggregate key or an empty text, payload, headers and max attempts, and returns its id. NULL writes none. Called by OutboxInsert, SetupInsertWithinLimit, SetupInsertOnce, EntryInsertDeposit, EntryInsertWithdrawal and TransferInsert.';
 
 CREATE FUNCTION latchkey.outbox_notify() RETURNS trigger
     LANGUAGE plpgsql

@@ -67,6 +67,30 @@ SELECT
             ))::bigint)::text, true)
     END;
 
+-- name: LockOneAtOnce :exec
+-- LockOneAtOnce is TxSetLockBudget and LockOne in one statement, for a call that goes to the server in one write and so
+-- needs no BEGIN: the server begins a transaction with the first statement of a write and commits it after the last.
+-- Such a transaction has the defaults of the session. So this raises 25000, before it waits for anything, where they
+-- are not READ COMMITTED, no statement_timeout and, from PostgreSQL 17 on, no transaction_timeout.
+--
+-- Locks: advisory. The select list is evaluated from left to right. Reads no table: only the next statement's snapshot
+-- shows what an earlier holder committed. The setting is local to the transaction.
+SELECT
+    CASE
+        WHEN pg_catalog.current_setting('transaction_isolation') <> 'read committed'
+            OR pg_catalog.current_setting('statement_timeout') <> '0'
+            OR pg_catalog.current_setting('transaction_timeout', true) <> '0'  -- NULL before PostgreSQL 17
+            THEN latchkey.raise_error('25000', 'session has defaults of its own')
+    END,
+    pg_catalog.set_config('lock_timeout', (@lock_timeout_ms::bigint)::text, true),
+    pg_catalog.pg_advisory_xact_lock(@key),
+    CASE
+        WHEN pg_catalog.clock_timestamp() >= pg_catalog.statement_timestamp() + interval '1 ms'
+            THEN pg_catalog.set_config('lock_timeout', greatest(1::bigint, (1000::double precision * pg_catalog.date_part('epoch',
+                pg_catalog.current_setting('lock_timeout')::interval - (pg_catalog.clock_timestamp() - pg_catalog.statement_timestamp())
+            ))::bigint)::text, true)
+    END;
+
 -- name: LockTryAll :exec
 -- LockTryAll takes the transaction locks of all keys if none is held by another session, and raises 55P03
 -- otherwise. Then it puts statement_timeout back to what TxSetLockBudget found, and leaves lock_timeout at

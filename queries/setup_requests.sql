@@ -36,20 +36,16 @@ SELECT s.id, s.user_id, s.status, s.pending_slot, s.max_pending, s.idempotency_k
 FROM latchkey.setup_requests AS s
 WHERE s.id = @id;
 
--- name: SetupInsertWithinLimit :one
--- SetupInsertWithinLimit inserts a pending request of the user, if fewer than max_pending are pending, into
--- the lowest free slot. It returns one row always: pending_before, and the new request, or the request that
--- an earlier call inserted under the same idempotency key, or NULL where the limit says no.
+-- name: SetupInsertOnce :one
+-- SetupInsertOnce is SetupInsertWithinLimit for a call with an idempotency key: the request that an earlier call
+-- inserted under the same key comes back in place of a new one. To look for that costs the server a tenth of the call.
 --
--- The caller holds the lock setup_request:<user_id>, taken by a statement of its own, before this one.
--- Error 23505 on setup_requests_pending_key: a writer without the lock was there first.
---
--- Locks: waits for another transaction only where that one inserted the same slot or idempotency key without
--- the lock. Indexes: setup_requests_pending_key, setup_requests_idempotency_key.
+-- Locks: as there, and for the same idempotency key. Indexes: setup_requests_pending_key,
+-- setup_requests_idempotency_key.
 WITH earlier AS MATERIALIZED (
     SELECT s.id, s.user_id, s.status, s.pending_slot, s.max_pending, s.idempotency_key, s.created_at, s.ended_at
     FROM latchkey.setup_requests AS s
-    WHERE s.user_id = @user_id AND s.idempotency_key = sqlc.narg('idempotency_key')::text
+    WHERE s.user_id = @user_id AND s.idempotency_key = @idempotency_key::text
 ), pending AS MATERIALIZED (
     -- In their order, slots are their own numbers up to the first that is free.
     SELECT pg_catalog.count(*) AS taken, 1::bigint + pg_catalog.count(*) FILTER (WHERE n.slot = n.nth) AS free
@@ -60,23 +56,54 @@ WITH earlier AS MATERIALIZED (
     ) AS n
 ), inserted AS (
     INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending, idempotency_key)
-    SELECT @id::uuid, @user_id, p.free::smallint, @max_pending::smallint, sqlc.narg('idempotency_key')::text
+    SELECT @id::uuid, @user_id, p.free::smallint, @max_pending::smallint, @idempotency_key::text
     FROM pending AS p
     WHERE p.taken < @max_pending
         AND NOT EXISTS (SELECT FROM earlier)
-    RETURNING id, user_id, status, pending_slot, max_pending, idempotency_key, created_at, ended_at
+    RETURNING id, user_id, status, pending_slot, max_pending, idempotency_key, created_at, ended_at,
+        latchkey.outbox_insert(sqlc.narg('event')::text[]) AS event_id
 ), chosen AS (
     SELECT e.id, e.user_id, e.status, e.pending_slot, e.max_pending, e.idempotency_key, e.created_at, e.ended_at, NULL::bigint AS event_id FROM earlier AS e
     UNION ALL
-    SELECT i.id, i.user_id, i.status, i.pending_slot, i.max_pending, i.idempotency_key, i.created_at, i.ended_at,
-        latchkey.outbox_insert(sqlc.narg('event')::text[]) AS event_id
-    FROM inserted AS i
+    SELECT i.id, i.user_id, i.status, i.pending_slot, i.max_pending, i.idempotency_key, i.created_at, i.ended_at, i.event_id FROM inserted AS i
 )
 SELECT
     p.taken AS pending_before,
     c.id, c.user_id, c.status, c.pending_slot, c.max_pending, c.idempotency_key, c.created_at, c.ended_at, c.event_id
 FROM pending AS p
 LEFT JOIN chosen AS c ON true;
+
+-- name: SetupInsertWithinLimit :one
+-- SetupInsertWithinLimit inserts a pending request of the user, if fewer than max_pending are pending, into
+-- the lowest free slot. It returns one row always: pending_before, and the new request, or NULL where the limit says
+-- no.
+--
+-- The caller holds the lock setup_request:<user_id>, taken by a statement of its own, before this one.
+-- Error 23505 on setup_requests_pending_key: a writer without the lock was there first.
+--
+-- Locks: waits for another transaction only where that one inserted the same slot without the lock. Index:
+-- setup_requests_pending_key.
+WITH pending AS MATERIALIZED (
+    -- In their order, slots are their own numbers up to the first that is free.
+    SELECT pg_catalog.count(*) AS taken, 1::bigint + pg_catalog.count(*) FILTER (WHERE n.slot = n.nth) AS free
+    FROM (
+        SELECT s.pending_slot AS slot, pg_catalog.row_number() OVER (ORDER BY s.pending_slot) AS nth
+        FROM latchkey.setup_requests AS s
+        WHERE s.user_id = @user_id AND s.status = 'pending'
+    ) AS n
+), inserted AS (
+    INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending)
+    SELECT @id::uuid, @user_id, p.free::smallint, @max_pending::smallint
+    FROM pending AS p
+    WHERE p.taken < @max_pending
+    RETURNING id, user_id, status, pending_slot, max_pending, idempotency_key, created_at, ended_at,
+        latchkey.outbox_insert(sqlc.narg('event')::text[]) AS event_id
+)
+SELECT
+    p.taken AS pending_before,
+    i.id, i.user_id, i.status, i.pending_slot, i.max_pending, i.idempotency_key, i.created_at, i.ended_at, i.event_id
+FROM pending AS p
+LEFT JOIN inserted AS i ON true;
 
 -- name: SetupListByUser :many
 -- SetupListByUser returns up to max_rows requests of the user, newest first. To page, give created_at and id

@@ -107,7 +107,7 @@ func (c *call) explainIn(ctx context.Context, tx *pipeline.Tx, conn *pgx.Conn, f
 
 func (c *call) runIn(ctx context.Context, tx *pipeline.Tx, fn func(tx *pipeline.Tx) error) error {
 	defer tx.Rollback(ctx) // also if fn panics
-	if err := c.queueLocks(ctx, db.New(tx.Before())); err != nil {
+	if err := c.queueLocks(ctx, tx); err != nil {
 		return err
 	}
 	tx.Foreign = c.foreign
@@ -126,11 +126,12 @@ func (c *call) runIn(ctx context.Context, tx *pipeline.Tx, fn func(tx *pipeline.
 }
 
 // queueLocks queues what bounds the wait, and the locks. Errors come from the first query.
-func (c *call) queueLocks(ctx context.Context, before *db.Queries) error {
+func (c *call) queueLocks(ctx context.Context, tx *pipeline.Tx) error {
 	budget, err := c.budget()
 	if err != nil {
 		return err
 	}
+	before := db.New(tx.Before())
 	_ = before.TxSetLockBudget(ctx, db.TxSetLockBudgetParams{
 		LockTimeoutMs:  budget.LockTimeoutMs,
 		BudgetMs:       budget.BudgetMs,
@@ -141,6 +142,9 @@ func (c *call) queueLocks(ctx context.Context, before *db.Queries) error {
 	}
 	if len(c.locks) == 1 && c.locks[0].exclusive && !c.try {
 		_ = before.LockOne(ctx, c.keys[0])
+		if c.outer == nil {
+			_ = db.New(tx.Whole()).LockOneAtOnce(ctx, db.LockOneAtOnceParams{LockTimeoutMs: budget.LockTimeoutMs, Key: c.keys[0]})
+		}
 		return nil
 	}
 	locks := db.LockAllParams{

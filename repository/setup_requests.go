@@ -129,13 +129,22 @@ func (r *Repository) createSetup(ctx context.Context, c *call, userID uuid.UUID,
 	c.idempotent = key != nil
 	c.limit = int64(maxPending)
 	row, err := runOne(ctx, r, c, func(ctx context.Context, q db.DBTX) (db.SetupInsertWithinLimitRow, error) {
-		return db.New(q).SetupInsertWithinLimit(ctx, db.SetupInsertWithinLimitParams{
+		if key == nil {
+			return db.New(q).SetupInsertWithinLimit(ctx, db.SetupInsertWithinLimitParams{
+				ID:         pgUUID(id),
+				UserID:     pgUUID(userID),
+				MaxPending: int16(maxPending),
+				Event:      event,
+			})
+		}
+		row, err := db.New(q).SetupInsertOnce(ctx, db.SetupInsertOnceParams{
 			ID:             pgUUID(id),
 			UserID:         pgUUID(userID),
 			MaxPending:     int16(maxPending),
-			IdempotencyKey: key,
+			IdempotencyKey: *key,
 			Event:          event,
 		})
+		return db.SetupInsertWithinLimitRow(row), err
 	})
 	switch {
 	case err != nil:

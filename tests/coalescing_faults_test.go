@@ -621,7 +621,7 @@ func TestCoalescingSurvivesItsConnection(t *testing.T) {
 		url := testdb.URL(t)
 		w := setupWired(t, url)
 		l := newDeskOn(t, url, w.pool)
-		for _, cut := range cuts {
+		for _, cut := range wholeCuts {
 			id := l.open(t, 0, 1) // and now the connection is warm
 			pid := pidOf(t, l.pool)
 			calls := []func(context.Context) (*repository.Entry, error){

@@ -667,7 +667,7 @@ func TestGuardQuery(t *testing.T) {
 			all := enter(t, l.insert("one"), l.insert("two"), l.insert("three"), l.insert("four"))
 			w.proxy.Reset()
 			open()
-			rows := map[string]int{"alone": 2}
+			rows := map[string]int{"alone": 3}
 			var xids []string
 			for i, w := range all {
 				got := w.mustWait(t)

@@ -63,19 +63,21 @@ func (f *faulty) requireNoAdvisoryLock(t *testing.T, but uint32) {
 	require.Less(t, time.Since(started), soon)
 }
 
-// requireHealthy waits until every connection is back in the pool, and makes a call.
+// requireHealthy waits until every connection is back in the pool, and makes calls.
 func (f *faulty) requireHealthy(t *testing.T) {
 	t.Helper()
 	require.Eventually(t, func() bool { return f.pool.Stat().AcquiredConns() == 0 }, patience, time.Millisecond)
-	_, err := f.repo.CreateSetup(t.Context(), uuid.New(), nil)
-	require.NoError(t, err)
+	for _, key := range []string{"", "k"} { // each has a statement of its own
+		_, err := f.repo.CreateSetup(t.Context(), uuid.New(), &repository.CreateSetupOpts{IdempotencyKey: key})
+		require.NoError(t, err)
+	}
 }
 
 func TestFaultsOutcomeIsUnknownWhenTheConnectionBreaksAfterCommitIsSent(t *testing.T) {
 	t.Parallel()
 	f := newFaulty(t)
 	for _, key := range []string{"", "k"} {
-		for _, cut := range cuts {
+		for _, cut := range wholeCuts {
 			f.requireHealthy(t) // and now the connection is warm
 			name := fmt.Sprintf("%s, key %q", cut.name, key)
 			user, pid := uuid.New(), pidOf(t, f.pool)
@@ -114,7 +116,7 @@ func TestFaultsRepeatAtOnceReturnsTheRowOfTheCallWhoseAnswerWasLost(t *testing.T
 		f.requireHealthy(t) // and now the connection is warm
 		user := uuid.New()
 		opts := &repository.CreateSetupOpts{IdempotencyKey: "once"}
-		f.proxy.On(once(endsBatch, wire.CutAfter))
+		f.proxy.On(once(endsWrite, wire.CutAfter))
 		_, err := f.repo.CreateSetup(t.Context(), user, opts)
 		require.ErrorIs(t, err, repository.ErrOutcomeUnknown)
 		again, err := f.repo.CreateSetup(t.Context(), user, opts)
@@ -572,8 +574,8 @@ func TestFaultsClientThatHangs(t *testing.T) {
 	t.Run("while half of its batch is on the way holds others up no longer than their budget", func(t *testing.T) {
 		t.Parallel()
 		f := newFaulty(t)
-		user, other, hung := hang(t, f, isCommit)
-		// The server has all but COMMIT, and no Sync: it does not answer, but it has the lock.
+		user, other, hung := hang(t, f, endsWrite)
+		// The server has all but Sync: it does not answer, but it has the lock.
 		waitUntil(t, f.observer, `
 			SELECT EXISTS (SELECT FROM pg_catalog.pg_locks AS l WHERE l.locktype = 'advisory' AND l.granted
 			AND (l.classid::bigint << 32) | l.objid::bigint = $1)`, setupKey(t, user))

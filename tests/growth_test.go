@@ -223,11 +223,16 @@ var growing = func() (all []growthCase) {
 	add("EntryListByAccount", "", func(q *db.Queries, id pgtype.UUID) error {
 		return errorOf(q.EntryListByAccount(ctx, db.EntryListByAccountParams{AccountID: id, BeforeCreatedAt: late, BeforeID: pg(uuid.Max), MaxRows: page}))
 	})
+	add("SetupInsertWithinLimit", "", func(q *db.Queries, id pgtype.UUID) error {
+		return errorOf(q.SetupInsertWithinLimit(ctx, db.SetupInsertWithinLimitParams{UserID: id, ID: newID(), MaxPending: 1000}))
+	})
 	fresh, used := "fresh", "k1"
 	for variant, key := range map[string]*string{"no key": nil, "new key": &fresh, "used key": &used} {
-		add("SetupInsertWithinLimit", variant, func(q *db.Queries, id pgtype.UUID) error {
-			return errorOf(q.SetupInsertWithinLimit(ctx, db.SetupInsertWithinLimitParams{UserID: id, IdempotencyKey: key, ID: newID(), MaxPending: 1000}))
-		})
+		if key != nil {
+			add("SetupInsertOnce", variant, func(q *db.Queries, id pgtype.UUID) error {
+				return errorOf(q.SetupInsertOnce(ctx, db.SetupInsertOnceParams{UserID: id, IdempotencyKey: *key, ID: newID(), MaxPending: 1000}))
+			})
+		}
 		add("AccountInsert", variant, func(q *db.Queries, id pgtype.UUID) error {
 			return errorOf(q.AccountInsert(ctx, db.AccountInsertParams{OwnerID: id, IdempotencyKey: key, ID: newID(), TimeZone: "UTC"}))
 		})

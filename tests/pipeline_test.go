@@ -1109,6 +1109,36 @@ var cuts = []struct {
 	{"within the answer to COMMIT", isCommitted, wire.CutWithin, false, true},
 }
 
+// wholeCuts are those of a warm transaction without BEGIN and COMMIT, which is what calls with one lock make.
+var wholeCuts = []struct {
+	name    string
+	at      func(m wire.Message) bool
+	action  wire.Action
+	written bool // what was the case
+}{
+	{"before the lock statement reaches the server", beginsWhole, wire.CutBefore, false},
+	{"within the lock statement", beginsWhole, wire.CutWithin, false},
+	{"before the end of the write reaches the server", endsWrite, wire.CutBefore, false},
+	{"within the end of the write", endsWrite, wire.CutWithin, false},
+	{"after the end of the write has reached the server", endsWrite, wire.CutAfter, true},
+	{"before the first answer", isAnswer, wire.CutBefore, true},
+	{"within the first answer", isAnswer, wire.CutWithin, true},
+	{"after the first answer", isAnswer, wire.CutAfter, true},
+	{"before the end of the answers", endsAnswers, wire.CutBefore, true},
+	{"within the end of the answers", endsAnswers, wire.CutWithin, true},
+}
+
+// beginsWhole picks the message that brings the lock statement of a transaction without BEGIN.
+func beginsWhole(m wire.Message) bool {
+	return m.Is('B', 'Q') && strings.HasPrefix(m.Statement, "-- name: LockOneAtOnce ")
+}
+
+// endsWrite picks the message after which the server commits a transaction without COMMIT.
+func endsWrite(m wire.Message) bool { return m.Is('S', 'Q') }
+
+// endsAnswers picks the only answer to such a commit.
+func endsAnswers(m wire.Message) bool { return m.FromServer && m.Type == 'Z' }
+
 func TestPipelineOutcomeIsUnknownWhenTheConnectionBreaks(t *testing.T) {
 	t.Parallel()
 	inEveryExecMode(t, func(t *testing.T, p *pipe) {

@@ -1018,8 +1018,11 @@ func (b *budgets) TraceBatchQuery(context.Context, *pgx.Conn, pgx.TraceBatchQuer
 func (b *budgets) TraceBatchEnd(context.Context, *pgx.Conn, pgx.TraceBatchEndData)     {}
 func (b *budgets) TraceBatchStart(ctx context.Context, _ *pgx.Conn, data pgx.TraceBatchStartData) context.Context {
 	for _, q := range data.Batch.QueuedQueries {
-		if strings.HasPrefix(q.SQL, "-- name: TxSetLockBudget ") {
-			b.ms = append(b.ms, q.Arguments[2].(int64)) //nolint:forcetypeassert // if not, the test may panic
+		switch { //nolint:forcetypeassert // if not, the test may panic
+		case strings.HasPrefix(q.SQL, "-- name: TxSetLockBudget "):
+			b.ms = append(b.ms, q.Arguments[2].(int64))
+		case strings.HasPrefix(q.SQL, "-- name: LockOneAtOnce "):
+			b.ms = append(b.ms, q.Arguments[0].(int64))
 		}
 	}
 	return ctx

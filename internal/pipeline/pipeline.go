@@ -73,6 +73,7 @@ type Tx struct {
 
 	mu     sync.Mutex  // never waited for by a query, which fails instead
 	before []statement // not sent yet
+	whole  []statement // in place of before, if everything goes in one write
 	after  []statement
 	open   *reply // whose rows are being read
 	begun  bool
@@ -114,6 +115,12 @@ func Join(outer pgx.Tx) *Tx {
 // Before returns a [db.DBTX] whose Exec queues a statement to be sent before the next query. Its result is not
 // known: an error comes from that query, as a [BeforeError].
 func (tx *Tx) Before() db.DBTX { return queue{&tx.before} }
+
+// Whole returns a [db.DBTX] whose Exec queues a statement that does the work of all that Before queued, BEGIN included,
+// where everything goes to the server in one write: then the transaction that the server itself begins with a write and
+// commits at its end is enough, and BEGIN and COMMIT are two messages less. The statement must read no table, and raise
+// SQLSTATE 25000 where such a transaction is not what BEGIN would have made; then the connection never tries again.
+func (tx *Tx) Whole() db.DBTX { return queue{&tx.whole} }
 
 // After returns a [db.DBTX] whose Exec queues a statement to be sent between the last query and the end.
 func (tx *Tx) After() db.DBTX { return queue{&tx.after} }
@@ -235,21 +242,28 @@ func (tx *Tx) start(ctx context.Context, queries []statement, last bool) *reply 
 			return &reply{tx: tx, done: true, err: tx.failed}
 		}
 	}
+	p := preparedOn(tx.conn)
+	if last && len(tx.whole) > 0 && !tx.Foreign && !p.notWhole && p.covers(queries) {
+		if err := p.name(ctx, tx.conn, tx.whole); err != nil {
+			tx.failed = tx.explain(&BeforeError{err})
+			return &reply{tx: tx, done: true, err: tx.failed}
+		}
+		r := &reply{tx: tx, statements: slices.Concat(tx.whole, queries), last: true, whole: true}
+		if r.send(ctx, len(tx.whole)); !p.notWhole {
+			return r
+		}
+	}
+
 	statements := tx.statements(queries, last)
-	if tx.before != nil && !preparedOn(tx.conn).covers(statements) {
+	if tx.before != nil && !p.covers(statements) {
 		if err := tx.beginAhead(ctx, queries, last); err != nil {
 			tx.failed = tx.explain(err)
 			return &reply{tx: tx, done: true, err: tx.failed}
 		}
 		statements = tx.statements(queries, last)
 	}
-
 	r := &reply{tx: tx, statements: statements, last: last}
-	r.results, r.cancel = tx.sendBounded(ctx, statements)
-	tx.open = r
-	if err := tx.readBefore(r.results, len(tx.before)); err != nil {
-		_ = r.finish(&BeforeError{err}) // the query returns it
-	}
+	r.send(ctx, len(tx.before))
 	tx.before = nil
 	return r
 }
@@ -312,7 +326,7 @@ func (tx *Tx) beginAhead(ctx context.Context, queries []statement, last bool) er
 	if tx.Foreign {
 		queries = nil
 	}
-	if err := p.name(ctx, tx.conn, tx.statements(queries, last)); err != nil || tx.Ahead == nil {
+	if err := p.name(ctx, tx.conn, slices.Concat(tx.whole, tx.statements(queries, last))); err != nil || tx.Ahead == nil {
 		return err
 	}
 	lock := tx.before

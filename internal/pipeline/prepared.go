@@ -25,6 +25,9 @@ type prepared struct {
 
 	// cached are in pgx's cache.
 	cached map[string]bool
+
+	// notWhole says that the session's defaults are not those of a transaction without BEGIN.
+	notWhole bool
 }
 
 // maxCached is the size of pgx's own cache; beyond it, what is here may have been forgotten there.
@@ -106,6 +109,12 @@ func (p *prepared) forget(ctx context.Context, conn *pgx.Conn) {
 		_ = conn.Deallocate(ctx, sql) // pgx forgets it also where the server has done so already
 	}
 	clear(p.named)
+}
+
+// isNotWhole tells whether err is what a statement queued with [Tx.Whole] says of a session's defaults.
+func isNotWhole(err error) bool {
+	var pgErr *pgconn.PgError
+	return errors.As(err, &pgErr) && pgErr.Code == "25000"
 }
 
 // isStale tells whether err says that a prepared statement is gone, or returns other types than when it was

@@ -18,9 +18,28 @@ type reply struct {
 	cancel     context.CancelFunc
 	rows       pgx.Rows // of the query, if it has any
 	last       bool
+	whole      bool // without BEGIN and COMMIT
 	ran        bool // the query did, as far as the server is concerned
 	done       bool
 	err        error
+}
+
+// send sends the statements, and reads the answers to the first n, which were queued before the query.
+func (r *reply) send(ctx context.Context, n int) {
+	r.results, r.cancel = r.tx.sendBounded(ctx, r.statements)
+	r.tx.open = r
+	err := r.tx.readBefore(r.results, n)
+	if p := preparedOn(r.tx.conn); r.whole && isNotWhole(err) {
+		p.notWhole = true
+		_ = r.results.Close()
+		r.cancel()
+		p.ran(r.statements, err)
+		r.tx.open = nil
+		return
+	}
+	if err != nil {
+		_ = r.finish(&BeforeError{err}) // the query returns it
+	}
 }
 
 func (r *reply) exec() (pgconn.CommandTag, error) {
@@ -80,7 +99,7 @@ func (r *reply) fail(err error) error {
 	var pgErr *pgconn.PgError
 	errors.As(err, &pgErr)
 	// Also when the error names an earlier statement: the server may have gone on without us.
-	if r.last && !r.tx.joined && r.tx.conn.IsClosed() && !uncommitted(err) {
+	if r.last && !r.tx.joined && r.tx.conn.IsClosed() && !r.uncommitted(err) {
 		err = &OutcomeError{err}
 	}
 	fatal := errors.As(err, new(*BeforeError)) ||
@@ -95,15 +114,20 @@ func (r *reply) fail(err error) error {
 
 // uncommitted tells whether err, which ended the connection, proves that COMMIT was not run: it was not sent, or the
 // server ended the session at a point where it looks for that, and the answers before this one do not have COMMIT's.
+// A commit at the end of a write has no answer of its own before the write's, so there the query's must be missing.
 // A pooler's errors do not say where in PostgreSQL they come from, and prove nothing.
-func uncommitted(err error) bool {
+func (r *reply) uncommitted(err error) bool {
 	var pgErr *pgconn.PgError
 	return pgconn.SafeToRetry(err) ||
 		errors.As(err, new(pgx.ErrPreprocessingBatch)) ||
-		errors.As(err, &pgErr) && pgErr.Routine == "ProcessInterrupts"
+		errors.As(err, &pgErr) && pgErr.Routine == "ProcessInterrupts" && (!r.whole || !r.ran)
 }
 
+// finishLast reads the answers that follow the last query's, up to that of the commit.
 func (r *reply) finishLast() error {
+	if r.whole {
+		return r.results.Close()
+	}
 	for range r.tx.after {
 		if _, err := r.results.Exec(); err != nil {
 			return err
