@@ -116,16 +116,12 @@ WITH earlier AS MATERIALIZED (
     FROM latchkey.setup_requests AS s
     WHERE s.user_id = $1 AND s.idempotency_key = $2::text
 ), pending AS MATERIALIZED (
-    -- In their order, slots are their own numbers up to the first that is free.
-    SELECT pg_catalog.count(*) AS taken, 1::bigint + pg_catalog.count(*) FILTER (WHERE n.slot = n.nth) AS free
-    FROM (
-        SELECT s.pending_slot AS slot, pg_catalog.row_number() OVER (ORDER BY s.pending_slot) AS nth
-        FROM latchkey.setup_requests AS s
-        WHERE s.user_id = $1 AND s.status = 'pending'
-    ) AS n
+    SELECT pg_catalog.count(*) AS taken, coalesce(pg_catalog.max(s.pending_slot), 0) AS highest
+    FROM latchkey.setup_requests AS s
+    WHERE s.user_id = $1 AND s.status = 'pending'
 ), inserted AS (
     INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending, idempotency_key)
-    SELECT $3::uuid, $1, p.free::smallint, $4::smallint, $2::text
+    SELECT $3::uuid, $1, CASE WHEN p.highest = p.taken THEN 1 + p.taken ELSE latchkey.setup_free_slot($1) END, $4::smallint, $2::text
     FROM pending AS p
     WHERE p.taken < $4
         AND NOT EXISTS (SELECT FROM earlier)
@@ -195,16 +191,12 @@ func (q *Queries) SetupInsertOnce(ctx context.Context, arg SetupInsertOnceParams
 
 const setupInsertWithinLimit = `-- name: SetupInsertWithinLimit :one
 WITH pending AS MATERIALIZED (
-    -- In their order, slots are their own numbers up to the first that is free.
-    SELECT pg_catalog.count(*) AS taken, 1::bigint + pg_catalog.count(*) FILTER (WHERE n.slot = n.nth) AS free
-    FROM (
-        SELECT s.pending_slot AS slot, pg_catalog.row_number() OVER (ORDER BY s.pending_slot) AS nth
-        FROM latchkey.setup_requests AS s
-        WHERE s.user_id = $1 AND s.status = 'pending'
-    ) AS n
+    SELECT pg_catalog.count(*) AS taken, coalesce(pg_catalog.max(s.pending_slot), 0) AS highest
+    FROM latchkey.setup_requests AS s
+    WHERE s.user_id = $1 AND s.status = 'pending'
 ), inserted AS (
     INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending)
-    SELECT $2::uuid, $1, p.free::smallint, $3::smallint
+    SELECT $2::uuid, $1, CASE WHEN p.highest = p.taken THEN 1 + p.taken ELSE latchkey.setup_free_slot($1) END, $3::smallint
     FROM pending AS p
     WHERE p.taken < $3
     RETURNING id, user_id, status, pending_slot, max_pending, idempotency_key, created_at, ended_at,

@@ -30,6 +30,27 @@ CREATE TABLE latchkey.setup_requests (
     CONSTRAINT setup_requests_ended_at_check CHECK ((status = 'pending') = (ended_at IS NULL))
 );
 
+-- A function and no part of the statements that call it, since a statement that could look for a gap is slower also
+-- when there is none.
+CREATE FUNCTION latchkey.setup_free_slot(for_user uuid) RETURNS bigint
+    LANGUAGE plpgsql STABLE
+AS $$
+BEGIN
+    -- In their order, slots are their own numbers up to the first that is free.
+    RETURN (
+        SELECT 1::bigint + pg_catalog.count(*) FILTER (WHERE n.slot = n.nth)
+        FROM (
+            SELECT s.pending_slot AS slot, pg_catalog.row_number() OVER (ORDER BY s.pending_slot) AS nth
+            FROM latchkey.setup_requests AS s
+            WHERE s.user_id = for_user AND s.status = 'pending'
+        ) AS n
+    );
+END;
+$$;
+
+COMMENT ON FUNCTION latchkey.setup_free_slot(uuid) IS
+    'The lowest number from 1 that no pending request of the user has as its slot. Called by SetupInsertWithinLimit and SetupInsertOnce where that is not the number after the highest.';
+
 COMMENT ON TABLE latchkey.setup_requests IS 'A request of a user to set something up; a user has a bounded number of pending ones.';
 COMMENT ON COLUMN latchkey.setup_requests.user_id IS 'Whose request it is; the host''s own id, with no foreign key.';
 COMMENT ON COLUMN latchkey.setup_requests.status IS 'pending, completed or cancelled; it leaves pending once and never returns.';

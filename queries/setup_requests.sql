@@ -47,16 +47,12 @@ WITH earlier AS MATERIALIZED (
     FROM latchkey.setup_requests AS s
     WHERE s.user_id = @user_id AND s.idempotency_key = @idempotency_key::text
 ), pending AS MATERIALIZED (
-    -- In their order, slots are their own numbers up to the first that is free.
-    SELECT pg_catalog.count(*) AS taken, 1::bigint + pg_catalog.count(*) FILTER (WHERE n.slot = n.nth) AS free
-    FROM (
-        SELECT s.pending_slot AS slot, pg_catalog.row_number() OVER (ORDER BY s.pending_slot) AS nth
-        FROM latchkey.setup_requests AS s
-        WHERE s.user_id = @user_id AND s.status = 'pending'
-    ) AS n
+    SELECT pg_catalog.count(*) AS taken, coalesce(pg_catalog.max(s.pending_slot), 0) AS highest
+    FROM latchkey.setup_requests AS s
+    WHERE s.user_id = @user_id AND s.status = 'pending'
 ), inserted AS (
     INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending, idempotency_key)
-    SELECT @id::uuid, @user_id, p.free::smallint, @max_pending::smallint, @idempotency_key::text
+    SELECT @id::uuid, @user_id, CASE WHEN p.highest = p.taken THEN 1 + p.taken ELSE latchkey.setup_free_slot(@user_id) END, @max_pending::smallint, @idempotency_key::text
     FROM pending AS p
     WHERE p.taken < @max_pending
         AND NOT EXISTS (SELECT FROM earlier)
@@ -84,16 +80,12 @@ LEFT JOIN chosen AS c ON true;
 -- Locks: waits for another transaction only where that one inserted the same slot without the lock. Index:
 -- setup_requests_pending_key.
 WITH pending AS MATERIALIZED (
-    -- In their order, slots are their own numbers up to the first that is free.
-    SELECT pg_catalog.count(*) AS taken, 1::bigint + pg_catalog.count(*) FILTER (WHERE n.slot = n.nth) AS free
-    FROM (
-        SELECT s.pending_slot AS slot, pg_catalog.row_number() OVER (ORDER BY s.pending_slot) AS nth
-        FROM latchkey.setup_requests AS s
-        WHERE s.user_id = @user_id AND s.status = 'pending'
-    ) AS n
+    SELECT pg_catalog.count(*) AS taken, coalesce(pg_catalog.max(s.pending_slot), 0) AS highest
+    FROM latchkey.setup_requests AS s
+    WHERE s.user_id = @user_id AND s.status = 'pending'
 ), inserted AS (
     INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending)
-    SELECT @id::uuid, @user_id, p.free::smallint, @max_pending::smallint
+    SELECT @id::uuid, @user_id, CASE WHEN p.highest = p.taken THEN 1 + p.taken ELSE latchkey.setup_free_slot(@user_id) END, @max_pending::smallint
     FROM pending AS p
     WHERE p.taken < @max_pending
     RETURNING id, user_id, status, pending_slot, max_pending, idempotency_key, created_at, ended_at,
