@@ -188,20 +188,22 @@ const outboxComplete = `-- name: OutboxComplete :many
 WITH locked AS MATERIALIZED (
     SELECT o.id, o.lease_until
     FROM latchkey.outbox AS o
-    JOIN ROWS FROM (
-        pg_catalog.unnest($1::bigint[]), pg_catalog.unnest($2::bigint[])
-    ) AS claim (id, fence) ON claim.id = o.id
-    WHERE o.id = ANY ($1::bigint[])  -- so that the index is used, whatever the plan
-        AND o.state = 'claimed' AND o.owner = $3::text AND o.fence = claim.fence
+    WHERE o.id = ANY ($1::bigint[]) AND o.state = 'claimed' AND o.owner = $2::text
+        AND ((o.id, o.fence) IN (
+            SELECT claim.id, claim.fence
+            FROM ROWS FROM (
+                pg_catalog.unnest($1::bigint[]), pg_catalog.unnest($3::bigint[])
+            ) AS claim (id, fence)
+        )) IS TRUE  -- or it would be a join, whose plan may compare each with each
     ORDER BY o.id
     FOR NO KEY UPDATE OF o
 ), done AS (
     UPDATE latchkey.outbox AS o
     SET state = 'done', owner = NULL, lease_until = NULL, ended_at = pg_catalog.clock_timestamp()
     WHERE o.id = ANY (ARRAY(SELECT l.id FROM locked AS l WHERE l.lease_until > pg_catalog.clock_timestamp()))
-    RETURNING o.id
+    RETURNING o.id, o.fence
 )
-SELECT d.id
+SELECT d.id, d.fence
 FROM done AS d
 ORDER BY d.id
 LIMIT pg_catalog.cardinality($1::bigint[])
@@ -209,30 +211,35 @@ LIMIT pg_catalog.cardinality($1::bigint[])
 
 type OutboxCompleteParams struct {
 	Ids    []int64
-	Fences []int64
 	Worker string
+	Fences []int64
 }
 
-// OutboxComplete ends claims whose events have been handled, and returns the ids of the events that are done by it.
-// ids and fences have one entry a claim, all of one worker. An id that does not come back: the claim is not current any
-// more, because its lease ended or somebody has ended or redriven the event, and nothing was changed.
+type OutboxCompleteRow struct {
+	ID    int64
+	Fence int64
+}
+
+// OutboxComplete ends claims whose events have been handled, and returns the id and the token of each that it has ended.
+// ids and fences have one entry a claim, all of one worker. One that does not come back is not current any more, because
+// its lease ended or somebody has ended or redriven the event, and nothing was changed.
 //
 // The clock is read when the rows are locked.
 //
 // Locks: FOR NO KEY UPDATE on the rows, in the order of their ids; waits for who has them locked. Index: outbox_pkey.
-func (q *Queries) OutboxComplete(ctx context.Context, arg OutboxCompleteParams) ([]int64, error) {
-	rows, err := q.db.Query(ctx, outboxComplete, arg.Ids, arg.Fences, arg.Worker)
+func (q *Queries) OutboxComplete(ctx context.Context, arg OutboxCompleteParams) ([]OutboxCompleteRow, error) {
+	rows, err := q.db.Query(ctx, outboxComplete, arg.Ids, arg.Worker, arg.Fences)
 	if err != nil {
 		return nil, err
 	}
 	defer rows.Close()
-	var items []int64
+	var items []OutboxCompleteRow
 	for rows.Next() {
-		var id int64
-		if err := rows.Scan(&id); err != nil {
+		var i OutboxCompleteRow
+		if err := rows.Scan(&i.ID, &i.Fence); err != nil {
 			return nil, err
 		}
-		items = append(items, id)
+		items = append(items, i)
 	}
 	if err := rows.Err(); err != nil {
 		return nil, err
@@ -280,11 +287,13 @@ const outboxExtendAll = `-- name: OutboxExtendAll :many
 WITH locked AS MATERIALIZED (
     SELECT o.id, o.lease_until
     FROM latchkey.outbox AS o
-    JOIN ROWS FROM (
-        pg_catalog.unnest($1::bigint[]), pg_catalog.unnest($2::bigint[])
-    ) AS claim (id, fence) ON claim.id = o.id
-    WHERE o.id = ANY ($1::bigint[])  -- so that the index is used, whatever the plan
-        AND o.state = 'claimed' AND o.owner = $3::text AND o.fence = claim.fence
+    WHERE o.id = ANY ($1::bigint[]) AND o.state = 'claimed' AND o.owner = $2::text
+        AND ((o.id, o.fence) IN (
+            SELECT claim.id, claim.fence
+            FROM ROWS FROM (
+                pg_catalog.unnest($1::bigint[]), pg_catalog.unnest($3::bigint[])
+            ) AS claim (id, fence)
+        )) IS TRUE  -- or it would be a join, whose plan may compare each with each
     ORDER BY o.id
     FOR NO KEY UPDATE OF o SKIP LOCKED
 ), extended AS (
@@ -293,13 +302,15 @@ WITH locked AS MATERIALIZED (
     WHERE o.id = ANY (ARRAY(SELECT l.id FROM locked AS l WHERE l.lease_until > pg_catalog.clock_timestamp()))
     RETURNING o.id
 )
-SELECT o.id, (o.id = ANY (ARRAY(SELECT e.id FROM extended AS e)))::boolean AS extended
+SELECT o.id, o.fence, (o.id IN (SELECT e.id FROM extended AS e))::boolean AS extended
 FROM latchkey.outbox AS o
-JOIN ROWS FROM (
-    pg_catalog.unnest($1::bigint[]), pg_catalog.unnest($2::bigint[])
-) AS claim (id, fence) ON claim.id = o.id
-WHERE o.id = ANY ($1::bigint[])
-    AND o.state = 'claimed' AND o.owner = $3::text AND o.fence = claim.fence
+WHERE o.id = ANY ($1::bigint[]) AND o.state = 'claimed' AND o.owner = $2::text
+    AND ((o.id, o.fence) IN (
+        SELECT claim.id, claim.fence
+        FROM ROWS FROM (
+            pg_catalog.unnest($1::bigint[]), pg_catalog.unnest($3::bigint[])
+        ) AS claim (id, fence)
+    )) IS TRUE
     AND o.lease_until > pg_catalog.statement_timestamp()
 ORDER BY o.id
 LIMIT pg_catalog.cardinality($1::bigint[])
@@ -307,27 +318,28 @@ LIMIT pg_catalog.cardinality($1::bigint[])
 
 type OutboxExtendAllParams struct {
 	Ids     []int64
-	Fences  []int64
 	Worker  string
+	Fences  []int64
 	LeaseMs int64
 }
 
 type OutboxExtendAllRow struct {
 	ID       int64
+	Fence    int64
 	Extended bool
 }
 
 // OutboxExtendAll makes the leases of a worker's claims end lease_ms milliseconds from now. ids and fences have one entry
-// a claim. It returns the ids of the claims that are current, and whether each was extended: not if somebody has its row
-// locked, so that one row does not cost the others their leases; try it again then. An id that does not come back: the
-// claim is not current any more, as in OutboxComplete.
+// a claim. It returns the id and the token of those that are current, and whether each was extended: not if somebody has its
+// row locked, so that one row does not cost the others their leases; try it again then. One that does not come back is not
+// current any more, as in OutboxComplete.
 //
 // Locks: FOR NO KEY UPDATE SKIP LOCKED on the rows; waits for none. Index: outbox_pkey.
 func (q *Queries) OutboxExtendAll(ctx context.Context, arg OutboxExtendAllParams) ([]OutboxExtendAllRow, error) {
 	rows, err := q.db.Query(ctx, outboxExtendAll,
 		arg.Ids,
-		arg.Fences,
 		arg.Worker,
+		arg.Fences,
 		arg.LeaseMs,
 	)
 	if err != nil {
@@ -337,7 +349,7 @@ func (q *Queries) OutboxExtendAll(ctx context.Context, arg OutboxExtendAllParams
 	var items []OutboxExtendAllRow
 	for rows.Next() {
 		var i OutboxExtendAllRow
-		if err := rows.Scan(&i.ID, &i.Extended); err != nil {
+		if err := rows.Scan(&i.ID, &i.Fence, &i.Extended); err != nil {
 			return nil, err
 		}
 		items = append(items, i)
@@ -513,20 +525,22 @@ const outboxRelease = `-- name: OutboxRelease :many
 WITH locked AS MATERIALIZED (
     SELECT o.id, o.lease_until
     FROM latchkey.outbox AS o
-    JOIN ROWS FROM (
-        pg_catalog.unnest($1::bigint[]), pg_catalog.unnest($2::bigint[])
-    ) AS claim (id, fence) ON claim.id = o.id
-    WHERE o.id = ANY ($1::bigint[])  -- so that the index is used, whatever the plan
-        AND o.state = 'claimed' AND o.owner = $3::text AND o.fence = claim.fence
+    WHERE o.id = ANY ($1::bigint[]) AND o.state = 'claimed' AND o.owner = $2::text
+        AND ((o.id, o.fence) IN (
+            SELECT claim.id, claim.fence
+            FROM ROWS FROM (
+                pg_catalog.unnest($1::bigint[]), pg_catalog.unnest($3::bigint[])
+            ) AS claim (id, fence)
+        )) IS TRUE  -- or it would be a join, whose plan may compare each with each
     ORDER BY o.id
     FOR NO KEY UPDATE OF o
 ), released AS (
     UPDATE latchkey.outbox AS o
     SET state = 'ready', owner = NULL, lease_until = NULL, attempts = o.attempts - 1
     WHERE o.id = ANY (ARRAY(SELECT l.id FROM locked AS l WHERE l.lease_until > pg_catalog.clock_timestamp()))
-    RETURNING o.id
+    RETURNING o.id, o.fence
 )
-SELECT r.id
+SELECT r.id, r.fence
 FROM released AS r
 ORDER BY r.id
 LIMIT pg_catalog.cardinality($1::bigint[])
@@ -534,28 +548,33 @@ LIMIT pg_catalog.cardinality($1::bigint[])
 
 type OutboxReleaseParams struct {
 	Ids    []int64
-	Fences []int64
 	Worker string
+	Fences []int64
 }
 
-// OutboxRelease gives back claims whose events nobody has begun to handle, and returns the ids of the events that are
-// ready again by it: due as before, and without the attempt. ids and fences have one entry a claim, all of one worker.
-// An id that does not come back: the claim is not current any more, as in OutboxComplete.
+type OutboxReleaseRow struct {
+	ID    int64
+	Fence int64
+}
+
+// OutboxRelease gives back claims whose events nobody has begun to handle, and returns the id and the token of each that
+// it has given back: the event is due as before, and without the attempt. ids and fences have one entry a claim, all of one
+// worker. One that does not come back is not current any more, as in OutboxComplete.
 //
 // Locks: FOR NO KEY UPDATE on the rows, in the order of their ids; waits for who has them locked. Index: outbox_pkey.
-func (q *Queries) OutboxRelease(ctx context.Context, arg OutboxReleaseParams) ([]int64, error) {
-	rows, err := q.db.Query(ctx, outboxRelease, arg.Ids, arg.Fences, arg.Worker)
+func (q *Queries) OutboxRelease(ctx context.Context, arg OutboxReleaseParams) ([]OutboxReleaseRow, error) {
+	rows, err := q.db.Query(ctx, outboxRelease, arg.Ids, arg.Worker, arg.Fences)
 	if err != nil {
 		return nil, err
 	}
 	defer rows.Close()
-	var items []int64
+	var items []OutboxReleaseRow
 	for rows.Next() {
-		var id int64
-		if err := rows.Scan(&id); err != nil {
+		var i OutboxReleaseRow
+		if err := rows.Scan(&i.ID, &i.Fence); err != nil {
 			return nil, err
 		}
-		items = append(items, id)
+		items = append(items, i)
 	}
 	if err := rows.Err(); err != nil {
 		return nil, err
@@ -567,27 +586,28 @@ const outboxRetry = `-- name: OutboxRetry :one
 WITH locked AS MATERIALIZED (
     SELECT o.id, o.lease_until
     FROM latchkey.outbox AS o
-    WHERE o.id = $3 AND o.state = 'claimed' AND o.owner = $4::text AND o.fence = $5
+    WHERE o.id = $4 AND o.state = 'claimed' AND o.owner = $5::text AND o.fence = $6
     FOR NO KEY UPDATE
 )
 UPDATE latchkey.outbox AS o
-SET state = CASE WHEN o.attempts < o.max_attempts THEN 'ready' ELSE 'dead' END,
+SET state = CASE WHEN o.attempts < o.max_attempts AND NOT $1::boolean THEN 'ready' ELSE 'dead' END,
     owner = NULL,
     lease_until = NULL,
     due_at = pg_catalog.clock_timestamp() + coalesce(
-        ($1::bigint)::double precision,
+        ($2::bigint)::double precision,
         -- 2 to the power of 12 is more seconds than an hour has; that of 1024 would overflow.
         1000::double precision
             * least(3600::double precision, pg_catalog.power(2::double precision, least(o.attempts - 1, 12)::double precision))
             * (1::double precision + pg_catalog.random()) / 2::double precision
     ) * interval '1 millisecond',
-    last_error = $2::text,
-    ended_at = CASE WHEN o.attempts >= o.max_attempts THEN pg_catalog.clock_timestamp() END
+    last_error = $3::text,
+    ended_at = CASE WHEN o.attempts >= o.max_attempts OR $1 THEN pg_catalog.clock_timestamp() END
 WHERE o.id = (SELECT l.id FROM locked AS l WHERE l.lease_until > pg_catalog.clock_timestamp())
 RETURNING (o.state = 'dead')::boolean AS dead
 `
 
 type OutboxRetryParams struct {
+	Permanent bool
 	AfterMs   *int64
 	LastError *string
 	ID        int64
@@ -596,14 +616,15 @@ type OutboxRetryParams struct {
 }
 
 // OutboxRetry ends a claim whose event could not be handled: the event is ready again, due after_ms milliseconds from
-// now, or dead if that was its last attempt. It returns which. No row: the claim is not current any more, as in
-// OutboxComplete.
+// now, or dead if that was its last attempt or the failure is permanent. It returns which. No row: the claim is not
+// current any more, as in OutboxComplete.
 //
 // Without after_ms the wait is half to all, by chance, of one second doubled with each attempt, up to an hour.
 //
 // Locks: FOR NO KEY UPDATE on the row; waits for who has it locked. Index: outbox_pkey.
 func (q *Queries) OutboxRetry(ctx context.Context, arg OutboxRetryParams) (bool, error) {
 	row := q.db.QueryRow(ctx, outboxRetry,
+		arg.Permanent,
 		arg.AfterMs,
 		arg.LastError,
 		arg.ID,

@@ -114,9 +114,9 @@ FROM claimed AS c
 ORDER BY c.id;
 
 -- name: OutboxComplete :many
--- OutboxComplete ends claims whose events have been handled, and returns the ids of the events that are done by it.
--- ids and fences have one entry a claim, all of one worker. An id that does not come back: the claim is not current any
--- more, because its lease ended or somebody has ended or redriven the event, and nothing was changed.
+-- OutboxComplete ends claims whose events have been handled, and returns the id and the token of each that it has ended.
+-- ids and fences have one entry a claim, all of one worker. One that does not come back is not current any more, because
+-- its lease ended or somebody has ended or redriven the event, and nothing was changed.
 --
 -- The clock is read when the rows are locked.
 --
@@ -124,20 +124,22 @@ ORDER BY c.id;
 WITH locked AS MATERIALIZED (
     SELECT o.id, o.lease_until
     FROM latchkey.outbox AS o
-    JOIN ROWS FROM (
-        pg_catalog.unnest(@ids::bigint[]), pg_catalog.unnest(@fences::bigint[])
-    ) AS claim (id, fence) ON claim.id = o.id
-    WHERE o.id = ANY (@ids::bigint[])  -- so that the index is used, whatever the plan
-        AND o.state = 'claimed' AND o.owner = @worker::text AND o.fence = claim.fence
+    WHERE o.id = ANY (@ids::bigint[]) AND o.state = 'claimed' AND o.owner = @worker::text
+        AND ((o.id, o.fence) IN (
+            SELECT claim.id, claim.fence
+            FROM ROWS FROM (
+                pg_catalog.unnest(@ids::bigint[]), pg_catalog.unnest(@fences::bigint[])
+            ) AS claim (id, fence)
+        )) IS TRUE  -- or it would be a join, whose plan may compare each with each
     ORDER BY o.id
     FOR NO KEY UPDATE OF o
 ), done AS (
     UPDATE latchkey.outbox AS o
     SET state = 'done', owner = NULL, lease_until = NULL, ended_at = pg_catalog.clock_timestamp()
     WHERE o.id = ANY (ARRAY(SELECT l.id FROM locked AS l WHERE l.lease_until > pg_catalog.clock_timestamp()))
-    RETURNING o.id
+    RETURNING o.id, o.fence
 )
-SELECT d.id
+SELECT d.id, d.fence
 FROM done AS d
 ORDER BY d.id
 LIMIT pg_catalog.cardinality(@ids::bigint[]);
@@ -160,19 +162,21 @@ RETURNING (o.lease_until)::timestamptz AS lease_until;
 
 -- name: OutboxExtendAll :many
 -- OutboxExtendAll makes the leases of a worker's claims end lease_ms milliseconds from now. ids and fences have one entry
--- a claim. It returns the ids of the claims that are current, and whether each was extended: not if somebody has its row
--- locked, so that one row does not cost the others their leases; try it again then. An id that does not come back: the
--- claim is not current any more, as in OutboxComplete.
+-- a claim. It returns the id and the token of those that are current, and whether each was extended: not if somebody has its
+-- row locked, so that one row does not cost the others their leases; try it again then. One that does not come back is not
+-- current any more, as in OutboxComplete.
 --
 -- Locks: FOR NO KEY UPDATE SKIP LOCKED on the rows; waits for none. Index: outbox_pkey.
 WITH locked AS MATERIALIZED (
     SELECT o.id, o.lease_until
     FROM latchkey.outbox AS o
-    JOIN ROWS FROM (
-        pg_catalog.unnest(@ids::bigint[]), pg_catalog.unnest(@fences::bigint[])
-    ) AS claim (id, fence) ON claim.id = o.id
-    WHERE o.id = ANY (@ids::bigint[])  -- so that the index is used, whatever the plan
-        AND o.state = 'claimed' AND o.owner = @worker::text AND o.fence = claim.fence
+    WHERE o.id = ANY (@ids::bigint[]) AND o.state = 'claimed' AND o.owner = @worker::text
+        AND ((o.id, o.fence) IN (
+            SELECT claim.id, claim.fence
+            FROM ROWS FROM (
+                pg_catalog.unnest(@ids::bigint[]), pg_catalog.unnest(@fences::bigint[])
+            ) AS claim (id, fence)
+        )) IS TRUE  -- or it would be a join, whose plan may compare each with each
     ORDER BY o.id
     FOR NO KEY UPDATE OF o SKIP LOCKED
 ), extended AS (
@@ -181,13 +185,15 @@ WITH locked AS MATERIALIZED (
     WHERE o.id = ANY (ARRAY(SELECT l.id FROM locked AS l WHERE l.lease_until > pg_catalog.clock_timestamp()))
     RETURNING o.id
 )
-SELECT o.id, (o.id = ANY (ARRAY(SELECT e.id FROM extended AS e)))::boolean AS extended
+SELECT o.id, o.fence, (o.id IN (SELECT e.id FROM extended AS e))::boolean AS extended
 FROM latchkey.outbox AS o
-JOIN ROWS FROM (
-    pg_catalog.unnest(@ids::bigint[]), pg_catalog.unnest(@fences::bigint[])
-) AS claim (id, fence) ON claim.id = o.id
-WHERE o.id = ANY (@ids::bigint[])
-    AND o.state = 'claimed' AND o.owner = @worker::text AND o.fence = claim.fence
+WHERE o.id = ANY (@ids::bigint[]) AND o.state = 'claimed' AND o.owner = @worker::text
+    AND ((o.id, o.fence) IN (
+        SELECT claim.id, claim.fence
+        FROM ROWS FROM (
+            pg_catalog.unnest(@ids::bigint[]), pg_catalog.unnest(@fences::bigint[])
+        ) AS claim (id, fence)
+    )) IS TRUE
     AND o.lease_until > pg_catalog.statement_timestamp()
 ORDER BY o.id
 LIMIT pg_catalog.cardinality(@ids::bigint[]);
@@ -260,36 +266,38 @@ SET state = 'ready', attempts = 0, due_at = pg_catalog.clock_timestamp(), ended_
 WHERE o.id = @id AND o.state = 'dead';
 
 -- name: OutboxRelease :many
--- OutboxRelease gives back claims whose events nobody has begun to handle, and returns the ids of the events that are
--- ready again by it: due as before, and without the attempt. ids and fences have one entry a claim, all of one worker.
--- An id that does not come back: the claim is not current any more, as in OutboxComplete.
+-- OutboxRelease gives back claims whose events nobody has begun to handle, and returns the id and the token of each that
+-- it has given back: the event is due as before, and without the attempt. ids and fences have one entry a claim, all of one
+-- worker. One that does not come back is not current any more, as in OutboxComplete.
 --
 -- Locks: FOR NO KEY UPDATE on the rows, in the order of their ids; waits for who has them locked. Index: outbox_pkey.
 WITH locked AS MATERIALIZED (
     SELECT o.id, o.lease_until
     FROM latchkey.outbox AS o
-    JOIN ROWS FROM (
-        pg_catalog.unnest(@ids::bigint[]), pg_catalog.unnest(@fences::bigint[])
-    ) AS claim (id, fence) ON claim.id = o.id
-    WHERE o.id = ANY (@ids::bigint[])  -- so that the index is used, whatever the plan
-        AND o.state = 'claimed' AND o.owner = @worker::text AND o.fence = claim.fence
+    WHERE o.id = ANY (@ids::bigint[]) AND o.state = 'claimed' AND o.owner = @worker::text
+        AND ((o.id, o.fence) IN (
+            SELECT claim.id, claim.fence
+            FROM ROWS FROM (
+                pg_catalog.unnest(@ids::bigint[]), pg_catalog.unnest(@fences::bigint[])
+            ) AS claim (id, fence)
+        )) IS TRUE  -- or it would be a join, whose plan may compare each with each
     ORDER BY o.id
     FOR NO KEY UPDATE OF o
 ), released AS (
     UPDATE latchkey.outbox AS o
     SET state = 'ready', owner = NULL, lease_until = NULL, attempts = o.attempts - 1
     WHERE o.id = ANY (ARRAY(SELECT l.id FROM locked AS l WHERE l.lease_until > pg_catalog.clock_timestamp()))
-    RETURNING o.id
+    RETURNING o.id, o.fence
 )
-SELECT r.id
+SELECT r.id, r.fence
 FROM released AS r
 ORDER BY r.id
 LIMIT pg_catalog.cardinality(@ids::bigint[]);
 
 -- name: OutboxRetry :one
 -- OutboxRetry ends a claim whose event could not be handled: the event is ready again, due after_ms milliseconds from
--- now, or dead if that was its last attempt. It returns which. No row: the claim is not current any more, as in
--- OutboxComplete.
+-- now, or dead if that was its last attempt or the failure is permanent. It returns which. No row: the claim is not
+-- current any more, as in OutboxComplete.
 --
 -- Without after_ms the wait is half to all, by chance, of one second doubled with each attempt, up to an hour.
 --
@@ -301,7 +309,7 @@ WITH locked AS MATERIALIZED (
     FOR NO KEY UPDATE
 )
 UPDATE latchkey.outbox AS o
-SET state = CASE WHEN o.attempts < o.max_attempts THEN 'ready' ELSE 'dead' END,
+SET state = CASE WHEN o.attempts < o.max_attempts AND NOT @permanent::boolean THEN 'ready' ELSE 'dead' END,
     owner = NULL,
     lease_until = NULL,
     due_at = pg_catalog.clock_timestamp() + coalesce(
@@ -312,6 +320,6 @@ SET state = CASE WHEN o.attempts < o.max_attempts THEN 'ready' ELSE 'dead' END,
             * (1::double precision + pg_catalog.random()) / 2::double precision
     ) * interval '1 millisecond',
     last_error = sqlc.narg('last_error')::text,
-    ended_at = CASE WHEN o.attempts >= o.max_attempts THEN pg_catalog.clock_timestamp() END
+    ended_at = CASE WHEN o.attempts >= o.max_attempts OR @permanent THEN pg_catalog.clock_timestamp() END
 WHERE o.id = (SELECT l.id FROM locked AS l WHERE l.lease_until > pg_catalog.clock_timestamp())
 RETURNING (o.state = 'dead')::boolean AS dead;

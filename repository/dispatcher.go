@@ -32,7 +32,8 @@ import (
 // has been stopping for StopTimeout; the event is due again at once then, if the handler returns an error, and the
 // attempt counts.
 //
-// An error or a panic is a failed attempt, as in [Repository.RetryEvent] with its back-off.
+// An error or a panic is a failed attempt, as in [Repository.RetryEvent] with its back-off. An error that is
+// [ErrPermanent] makes the event a dead letter at once.
 type Handler func(ctx context.Context, e ClaimedEvent) error
 
 // DispatcherOpts are the options of [NewDispatcher]; nil is the default of each.
@@ -44,7 +45,8 @@ type DispatcherOpts struct {
 	// Topics are those to handle, at most 100; none is all. See [ClaimParams].
 	Topics []string
 
-	// Concurrency is how many handlers run at a time at most: 1 to 1000; 0 is [DefaultConcurrency].
+	// Concurrency is how many handlers run at a time at most: 1 to 1000; 0 is [DefaultConcurrency]. Where handlers use
+	// the pool of the Repository, it has room for the Dispatcher too, or leases are lost for want of a connection.
 	Concurrency int
 
 	// Lease is how long an event is the Dispatcher's after it was last heard of, and so for how long nobody handles the
@@ -57,10 +59,10 @@ type DispatcherOpts struct {
 	// that others of its aggregate waited for is done.
 	PollInterval time.Duration
 
-	// Listen is how to connect to be notified of new events at once, made by [pgx.ParseConfig]; nil is not to be. It
-	// leads to the server of the pool, directly: a pooler that gives a connection to others between transactions loses
-	// notifications. The Dispatcher has one such connection, and polls as well, for events that are to be tried again,
-	// and for what comes while it is not connected.
+	// Listen is how to connect to be notified of new events at once, made by [pgx.ParseConfig]; nil is not to be: then an
+	// event waits for the next poll, half of PollInterval on average. It leads to the server of the pool, directly: a
+	// pooler that gives a connection to others between transactions loses notifications. The Dispatcher has one such
+	// connection, and polls as well, for events that are to be tried again, and for what comes while it is not connected.
 	//
 	// The host enables the notifications for the whole database: ALTER TABLE latchkey.outbox ENABLE TRIGGER
 	// outbox_notify. Transactions that write events commit one after another then, in the whole server: 16 callers at
@@ -94,6 +96,10 @@ const (
 	// maxBackOff is how much later than the server the Dispatcher may be back, and hardly a load for it.
 	maxBackOff = 5 * time.Second
 
+	// minPause is how soon the Dispatcher asks again after it was given nothing, however many notifications come: of what
+	// others took, or of topics of others. It is shorter than most handlers, and many times what a claim takes.
+	minPause = 10 * time.Millisecond
+
 	// listenCheck is how long a connection may be silent before it is asked whether it is still there.
 	listenCheck = time.Minute
 )
@@ -121,7 +127,8 @@ type EventDone struct {
 }
 
 // NewDispatcher returns a Dispatcher that has h handle events of r. It does no I/O, and nothing goes on before
-// [Dispatcher.Run]. The error is [ErrInvalid]: r or h is nil, or an option is out of range.
+// [Dispatcher.Run]. It deletes nothing: for that there is [Repository.PurgeEvents], and [Repository.ListDeadLetters] shows
+// what was given up. The error is [ErrInvalid]: r or h is nil, or an option is out of range.
 func NewDispatcher(r *Repository, h Handler, o *DispatcherOpts) (_ *Dispatcher, err error) {
 	defer func() { err = wrap("NewDispatcher", err) }()
 	if r == nil {
@@ -186,7 +193,7 @@ func (d *Dispatcher) claimParams(n int) ClaimParams {
 // be done, if the lease still lives. [Observer.CallDone] is told of each call and its error, with the Method ClaimEvents,
 // CompleteEvents, RetryEvent, ExtendClaims, ReleaseEvents or Listen.
 //
-// It uses up to three connections of the pool at a time, and none while it waits. It may be called again, and several
+// It uses up to four connections of the pool at a time, and none while it waits. It may be called again, and several
 // times at once, each with a Concurrency of its own.
 func (d *Dispatcher) Run(ctx context.Context) error {
 	handling, interrupt := context.WithCancelCause(context.WithoutCancel(ctx))
@@ -199,10 +206,15 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 		wake:       make(chan struct{}, 1),
 		freed:      make(chan struct{}, 1),
 		finished:   make(chan *task, 2*d.opts.Concurrency),
+		locked:     make(chan *task, 2*d.opts.Concurrency),
 	}
 	var claiming, settling, helping sync.WaitGroup
 	claiming.Go(func() { run.claim(ctx, ending, handling) })
-	settling.Go(func() { run.settle(ending) })
+	settling.Go(func() {
+		defer close(run.locked)
+		run.settle(ending, run.finished)
+	})
+	settling.Go(func() { run.settle(ending, run.locked) })
 	helping.Go(func() { run.keep(ending) })
 	if d.opts.Listen != nil {
 		helping.Go(func() { run.listen(ctx) })
@@ -239,6 +251,7 @@ type dispatch struct {
 	wake     chan struct{} // there may be something to claim
 	freed    chan struct{} // there may be room for more
 	finished chan *task    // to be settled; holds all that may be held, so that nobody waits to send
+	locked   chan *task    // the same, but somebody had the row locked: apart, or the others would wait for that each time
 
 	mu      sync.Mutex
 	held    map[*task]bool // claimed and not settled
@@ -255,6 +268,7 @@ type task struct {
 	err         error // of the handler
 	duration    time.Duration
 	failure     error // of the last try to settle it
+	locked      bool  // it is among those whose row was
 
 	// Of dispatch.mu.
 	until   time.Time   // when the lease may have ended, on the monotonic clock
@@ -318,6 +332,9 @@ func (d *dispatch) claim(ctx, ending, handling context.Context) {
 		}
 		for _, e := range events {
 			d.start(ctx, handling, e, sent)
+		}
+		if len(events) == 0 {
+			sleep(ctx, min(minPause, d.opts.PollInterval))
 		}
 		if len(events) < room {
 			d.wait(ctx)
@@ -421,7 +438,7 @@ func (d *dispatch) extend(ctx context.Context) bool {
 	bounded, cancel := context.WithTimeout(ctx, min(d.opts.Lease/3, maxStatement)) // or the next try would come too late
 	defer cancel()
 	sent := time.Now()
-	extended, err := d.repo.extendClaims(bounded, claimsOf(tasks), d.opts.Lease)
+	current, err := d.repo.extendClaims(bounded, claimsOf(tasks), d.opts.Lease)
 	if err != nil {
 		return false
 	}
@@ -429,11 +446,11 @@ func (d *dispatch) extend(ctx context.Context) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	for _, t := range tasks {
-		done, current := extended[t.EventID]
+		row := current[t.EventID]
 		switch {
-		case !current:
+		case row.Fence != t.Fence:
 			t.cancel(ErrLeaseLost)
-		case !done:
+		case !row.Extended:
 			all = false
 		case d.held[t]:
 			t.until = sent.Add(d.opts.Lease)
@@ -451,9 +468,8 @@ func claimsOf(tasks []*task) []Claim {
 	return claims
 }
 
-// settle notes what came of the finished tasks, as many at a time as there are, until there are no more to come, or ctx
-// ends.
-func (d *dispatch) settle(ctx context.Context) {
+// settle notes what came of finished tasks, as many at a time as there are, until there are no more to come, or ctx ends.
+func (d *dispatch) settle(ctx context.Context, finished <-chan *task) {
 	var tasks []*task
 	for failures := 0; ; {
 		if failures > 0 {
@@ -464,15 +480,15 @@ func (d *dispatch) settle(ctx context.Context) {
 			select {
 			case <-ctx.Done():
 				return
-			case t, more := <-d.finished:
+			case t, more := <-finished:
 				if !more {
 					return
 				}
 				tasks = append(tasks, t)
 			}
 		}
-		for waiting := len(d.finished); waiting > 0; waiting-- {
-			tasks = append(tasks, <-d.finished)
+		for waiting := len(finished); waiting > 0; waiting-- {
+			tasks = append(tasks, <-finished)
 		}
 		tasks = d.settleTasks(ctx, tasks)
 		failures++
@@ -500,16 +516,14 @@ func (d *dispatch) settleTasks(ctx context.Context, tasks []*task) (again []*tas
 }
 
 // together settles tasks by one statement.
-func (d *dispatch) together(ctx context.Context, tasks []*task, statement func(context.Context, []Claim) ([]int64, error)) (again []*task) {
+func (d *dispatch) together(ctx context.Context, tasks []*task, statement func(context.Context, []Claim) (map[EventID]int64, error)) (again []*task) {
 	if len(tasks) == 0 {
 		return nil
 	}
 	bounded, cancel := d.bounded(ctx)
-	ids, err := statement(bounded, claimsOf(tasks))
+	fences, err := statement(bounded, claimsOf(tasks))
 	cancel()
-	var busy *LockBusyError
-	if len(tasks) > 1 && errors.As(err, &busy) && busy.Where == WhereRow {
-		// Somebody has one of the rows locked, which must not hold up the others.
+	if len(tasks) > 1 && rowLocked(err) { // which must not hold up the others
 		for _, t := range tasks {
 			again = append(again, d.together(ctx, []*task{t}, statement)...)
 		}
@@ -517,12 +531,18 @@ func (d *dispatch) together(ctx context.Context, tasks []*task, statement func(c
 	}
 	for _, t := range tasks {
 		result := err
-		if err == nil && !slices.Contains(ids, int64(t.EventID)) {
+		if err == nil && fences[t.EventID] != t.Fence { // of one event, there may be a task whose lease was lost beside a later one
 			result = ErrLeaseLost
 		}
 		again = append(again, d.settled(ctx, t, result)...)
 	}
 	return again
+}
+
+// rowLocked says whether somebody has a row locked.
+func rowLocked(err error) bool {
+	var busy *LockBusyError
+	return errors.As(err, &busy) && busy.Where == WhereRow
 }
 
 // retry settles a task whose handler failed.
@@ -544,7 +564,12 @@ func (d *dispatch) settled(ctx context.Context, t *task, err error) (again []*ta
 		t.failure = err
 		if !late {
 			d.mu.Unlock()
-			return []*task{t}
+			if t.locked || !rowLocked(err) {
+				return []*task{t}
+			}
+			t.locked = true
+			d.locked <- t
+			return nil
 		}
 	}
 	delete(d.held, t)

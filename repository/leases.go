@@ -206,11 +206,8 @@ func (r *Repository) WithLease(ctx context.Context, p LeaseParams, fn func(ctx c
 		stop()
 		keeper.Wait()
 		cancel(nil)
-		if !lost.Load() {
-			// Should it fail, the lease ends by itself.
-			ending, cancel := context.WithDeadline(context.WithoutCancel(ctx), l.trusted)
-			defer cancel()
-			lost.Store(errors.Is(r.releaseLease(ending, l), ErrLeaseLost))
+		if !lost.Load() && !r.giveBack(ctx, l) {
+			lost.Store(true)
 		}
 		switch {
 		case lost.Load() && err != nil:
@@ -222,6 +219,17 @@ func (r *Repository) WithLease(ctx context.Context, p LeaseParams, fn func(ctx c
 		}
 	}()
 	return fn(held, l.Fence)
+}
+
+// giveBack releases a lease, and says whether it lasted until then.
+func (r *Repository) giveBack(ctx context.Context, l *Lease) (lasted bool) {
+	if l.Remaining() <= 0 {
+		return false // in a process that was stopped for a while, fn may be ahead of what should have ended its context
+	}
+	// Should it fail, the lease ends by itself.
+	ending, cancel := context.WithDeadline(context.WithoutCancel(ctx), l.trusted)
+	defer cancel()
+	return !errors.Is(r.releaseLease(ending, l), ErrLeaseLost)
 }
 
 // keepLease renews a lease until ctx ends, and calls lose when it cannot be relied on any more.

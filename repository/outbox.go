@@ -90,11 +90,11 @@ type ClaimedEvent struct {
 	CreatedAt time.Time // by the server's clock, when the event was written
 }
 
-// DeadLetter is an event whose attempts are used up.
+// DeadLetter is an event whose attempts are used up, or that failed with [ErrPermanent].
 type DeadLetter struct {
 	EventID EventID
 	Event
-	Attempts  int
+	Attempts  int       // since it was written or redriven
 	LastError string    // why the last attempt failed; empty if nobody said
 	CreatedAt time.Time // by the server's clock, when the event was written
 	DiedAt    time.Time // by the server's clock
@@ -148,6 +148,13 @@ const (
 	// maxPurged bounds how long one purge holds its row locks.
 	maxPurged = 10_000
 )
+
+// ErrPermanent in what a [Handler] returns, or in the cause of [Repository.RetryEvent], says that no further attempt can
+// succeed, for instance because the event names an account that was closed: the event becomes a dead letter at once,
+// whatever attempts it has left. It is to be wrapped with the reason, which operators see:
+//
+//	return fmt.Errorf("%w: the account is closed", repository.ErrPermanent)
+var ErrPermanent = errors.New("permanent failure")
 
 // EnqueueTx writes an event in a transaction of the caller's, due at once, and returns its id. It is undone with the
 // transaction. tx is a [pgx.Tx], a [Tx] of [Repository.Guard], or what its Last returns: then COMMIT travels with it.
@@ -239,13 +246,9 @@ func (r *Repository) claimEvents(ctx context.Context, params db.OutboxClaimParam
 			dead++
 			continue
 		}
-		e, err := event(row.Topic, row.AggregateKey, row.Payload, row.Headers, row.MaxAttempts)
-		if err != nil {
-			return nil, 0, err
-		}
 		events = append(events, ClaimedEvent{
 			Claim:     Claim{EventID: EventID(row.ID), Worker: params.Worker, Fence: row.Fence, LeaseUntil: *row.LeaseUntil},
-			Event:     e,
+			Event:     event(row.Topic, row.AggregateKey, row.Payload, row.Headers, row.MaxAttempts),
 			Attempt:   int(row.Attempts),
 			CreatedAt: row.CreatedAt,
 		})
@@ -280,7 +283,7 @@ func (r *Repository) CompleteEvent(ctx context.Context, c Claim) (err error) {
 }
 
 // RetryEvent ends a claim whose event could not be handled: it is due again after a while, or, if that was the last of
-// its MaxAttempts, it becomes a dead letter.
+// its MaxAttempts or the cause is [ErrPermanent], it becomes a dead letter.
 //
 // after is 1 ms to 24 days, counted by the server from now; 0 is a back-off of one second, doubled with each attempt up
 // to an hour, of which half is certain and half is left to chance, so that what failed together does not come back
@@ -296,7 +299,13 @@ func (r *Repository) RetryEvent(ctx context.Context, c Claim, after time.Duratio
 	if err != nil {
 		return err
 	}
-	params := db.OutboxRetryParams{ID: int64(c.EventID), Worker: c.Worker, Fence: c.Fence, LastError: lastError(cause)}
+	params := db.OutboxRetryParams{
+		ID:        int64(c.EventID),
+		Worker:    c.Worker,
+		Fence:     c.Fence,
+		Permanent: errors.Is(cause, ErrPermanent),
+		LastError: lastError(cause),
+	}
 	if after > 0 {
 		ms := after.Milliseconds()
 		params.AfterMs = &ms
@@ -337,33 +346,43 @@ func (r *Repository) ExtendClaim(ctx context.Context, c Claim, lease time.Durati
 	return c, nil
 }
 
-// completeEvents is CompleteEvent for claims of one worker. It returns the ids of the events that are done by it; the
-// other claims are not current any more.
-func (r *Repository) completeEvents(ctx context.Context, claims []Claim) (done []int64, err error) {
+// completeEvents is CompleteEvent for claims of one worker. It returns the tokens of those that it has ended, by event;
+// the other claims are not current any more.
+func (r *Repository) completeEvents(ctx context.Context, claims []Claim) (done map[EventID]int64, err error) {
 	defer r.done(ctx, "CompleteEvents", time.Now(), &err)
 	ids, fences := tokens(claims)
+	var rows []db.OutboxCompleteRow
 	err = r.settle(ctx, func(q *db.Queries) (err error) {
-		done, err = q.OutboxComplete(ctx, db.OutboxCompleteParams{Ids: ids, Fences: fences, Worker: claims[0].Worker})
+		rows, err = q.OutboxComplete(ctx, db.OutboxCompleteParams{Ids: ids, Fences: fences, Worker: claims[0].Worker})
 		return err
 	})
+	done = make(map[EventID]int64, len(rows))
+	for _, row := range rows {
+		done[EventID(row.ID)] = row.Fence
+	}
 	return done, err
 }
 
 // releaseEvents gives back claims of one worker whose events nobody has begun to handle, without counting the attempt.
-// It returns the ids of the events that are ready again by it; the other claims are not current any more.
-func (r *Repository) releaseEvents(ctx context.Context, claims []Claim) (ready []int64, err error) {
+// It returns the tokens of those that it has given back, by event; the other claims are not current any more.
+func (r *Repository) releaseEvents(ctx context.Context, claims []Claim) (ready map[EventID]int64, err error) {
 	defer r.done(ctx, "ReleaseEvents", time.Now(), &err)
 	ids, fences := tokens(claims)
+	var rows []db.OutboxReleaseRow
 	err = r.settle(ctx, func(q *db.Queries) (err error) {
-		ready, err = q.OutboxRelease(ctx, db.OutboxReleaseParams{Ids: ids, Fences: fences, Worker: claims[0].Worker})
+		rows, err = q.OutboxRelease(ctx, db.OutboxReleaseParams{Ids: ids, Fences: fences, Worker: claims[0].Worker})
 		return err
 	})
+	ready = make(map[EventID]int64, len(rows))
+	for _, row := range rows {
+		ready[EventID(row.ID)] = row.Fence
+	}
 	return ready, err
 }
 
-// extendClaims is ExtendClaim for claims of one worker, but does not wait for a row that is locked. It returns those
-// that are current, and whether they were extended.
-func (r *Repository) extendClaims(ctx context.Context, claims []Claim, lease time.Duration) (extended map[EventID]bool, err error) {
+// extendClaims is ExtendClaim for claims of one worker, but does not wait for a row that is locked. It returns the rows of
+// those that are current, which say whether they were extended.
+func (r *Repository) extendClaims(ctx context.Context, claims []Claim, lease time.Duration) (current map[EventID]db.OutboxExtendAllRow, err error) {
 	defer r.done(ctx, "ExtendClaims", time.Now(), &err)
 	ids, fences := tokens(claims)
 	var rows []db.OutboxExtendAllRow
@@ -376,11 +395,11 @@ func (r *Repository) extendClaims(ctx context.Context, claims []Claim, lease tim
 		})
 		return err
 	})
-	extended = make(map[EventID]bool, len(rows))
+	current = make(map[EventID]db.OutboxExtendAllRow, len(rows))
 	for _, row := range rows {
-		extended[EventID(row.ID)] = row.Extended
+		current[EventID(row.ID)] = row
 	}
-	return extended, err
+	return current, err
 }
 
 func tokens(claims []Claim) (ids, fences []int64) {
@@ -436,13 +455,9 @@ func (r *Repository) ListDeadLetters(ctx context.Context, o *DeadLetterOpts) (_ 
 	}
 	letters := make([]DeadLetter, len(rows))
 	for i, row := range rows {
-		e, err := event(row.Topic, row.AggregateKey, row.Payload, row.Headers, row.MaxAttempts)
-		if err != nil {
-			return nil, err
-		}
 		letters[i] = DeadLetter{
 			EventID:   EventID(row.ID),
-			Event:     e,
+			Event:     event(row.Topic, row.AggregateKey, row.Payload, row.Headers, row.MaxAttempts),
 			Attempts:  int(row.Attempts),
 			CreatedAt: row.CreatedAt,
 			DiedAt:    row.EndedAt,
@@ -588,17 +603,30 @@ func encodeHeaders(headers map[string]string) (string, error) {
 	return string(text), err
 }
 
-// event is the reverse of encode.
-func event(topic string, aggregateKey *string, payload, headers []byte, maxAttempts int32) (Event, error) {
+// event is the reverse of encode. Headers that are no strings, and what is no object, which only SQL can have written, come
+// as their JSON, the latter under an empty key: an event that could not be read would cost all that were claimed with it
+// their attempts.
+func event(topic string, aggregateKey *string, payload, headers []byte, maxAttempts int32) Event {
 	e := Event{Topic: topic, Payload: payload, MaxAttempts: int(maxAttempts)}
 	if aggregateKey != nil {
 		e.AggregateKey = *aggregateKey
 	}
-	if string(headers) == "{}" {
-		return e, nil
+	var values map[string]json.RawMessage
+	if json.Unmarshal(headers, &values) != nil {
+		values = map[string]json.RawMessage{"": headers}
 	}
-	err := json.Unmarshal(headers, &e.Headers)
-	return e, err
+	if len(values) == 0 {
+		return e
+	}
+	e.Headers = make(map[string]string, len(values))
+	for key, value := range values {
+		var text string
+		if json.Unmarshal(value, &text) != nil {
+			text = string(value)
+		}
+		e.Headers[key] = text
+	}
+	return e
 }
 
 // lastError is the text of a cause in a form that PostgreSQL can hold; nil if there is none.

@@ -13,8 +13,8 @@
 // one that writes, [ErrOutcomeUnknown].
 //
 // A lock ends with its transaction, so it does not cover what happens outside of the database. For that there are
-// events, which are written in the transaction and handled after it ([Event], [Repository.ClaimEvents]), and leases by
-// name ([Repository.WithLease]). Both outlive transactions, connections and processes, end by the server's clock, and
+// events, which are written in the transaction and handled after it ([Event], [Dispatcher]), and leases by name
+// ([Repository.WithLease]). Both outlive transactions, connections and processes, end by the server's clock, and
 // have fencing tokens.
 //
 // The schema comes from package migrations, the statements from package queries.

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"os"
 	"runtime"
 	"slices"
 	"sync"
@@ -262,6 +263,42 @@ func TestDispatcherLosesALease(t *testing.T) {
 		require.Empty(t, h.causes)
 		require.Equal(t, 1, value[int](t, o, "SELECT count(*) FROM latchkey.outbox WHERE id <> $1 AND lease_until > clock_timestamp()", first.EventID))
 	})
+	t.Run("to itself, and does not take the end of the later attempt for that of the one before", func(t *testing.T) {
+		t.Parallel()
+		o := newOffice(t)
+		ids := o.enqueue(t, "a", "locked")
+		began, end := make(chan repository.ClaimedEvent), make(map[repository.EventID]chan struct{})
+		for _, id := range ids {
+			end[id] = make(chan struct{})
+		}
+		d := dispatch(t, testdb.PoolAt(t, o.url), repository.DispatcherOpts{Lease: time.Hour}, func(_ context.Context, e repository.ClaimedEvent) error {
+			began <- e
+			<-end[e.EventID]
+			return nil
+		})
+		receive(t, began)
+		receive(t, began)
+		o.exec(t, "UPDATE latchkey.outbox SET lease_until = clock_timestamp() WHERE id = $1", ids[0])
+		require.Equal(t, int64(2), receive(t, began).Fence)
+
+		// Both attempts end while the Dispatcher waits for the row of the other event, so it settles them together.
+		locker := begin(t, testdb.Conn(t, o.url), pgx.TxOptions{})
+		_, err := locker.Exec(t.Context(), "SELECT FROM latchkey.outbox WHERE id = $1 FOR UPDATE", ids[1])
+		require.NoError(t, err)
+		close(end[ids[1]])
+		waitUntil(t, o.observer, `SELECT EXISTS (SELECT FROM pg_locks AS l JOIN pg_stat_activity AS a USING (pid)
+			WHERE NOT l.granted AND a.datname = current_database() AND a.query LIKE '-- name: OutboxComplete%')`)
+		close(end[ids[0]])
+		results := map[int]error{}
+		for range 2 {
+			e := receive(t, d.done)
+			require.Equal(t, ids[0], e.EventID)
+			results[e.Attempt] = e.Err
+		}
+		require.ErrorIs(t, results[1], repository.ErrLeaseLost)
+		require.NoError(t, results[2])
+		require.Len(t, results, 2)
+	})
 	t.Run("and says so if the handler did not notice", func(t *testing.T) {
 		t.Parallel()
 		o, h := newOffice(t), newHeld()
@@ -341,6 +378,20 @@ func TestDispatcherStops(t *testing.T) {
 		require.Empty(t, h.causes)
 		require.Equal(t, map[string]int{"done": 1, "ready": 1}, o.states(t))
 	})
+	t.Run("and renews the leases of its handlers until then", func(t *testing.T) {
+		t.Parallel()
+		o, h := newOffice(t), newHeld()
+		o.enqueue(t, "a")
+		d := dispatch(t, testdb.PoolAt(t, o.url), repository.DispatcherOpts{Lease: 2 * time.Second, StopTimeout: patience}, h.handle)
+		e := receive(t, h.began)
+		d.cancel()
+		waitUntil(t, o.observer, "SELECT clock_timestamp() > $1::timestamptz", e.LeaseUntil)
+		require.Empty(t, o.claim(t, repository.ClaimParams{}))
+		h.result <- nil
+		require.NoError(t, d.stop(t))
+		require.Empty(t, h.causes)
+		require.Equal(t, map[string]int{"done": 1}, o.states(t))
+	})
 	t.Run("and ends the handlers' contexts when their time is over", func(t *testing.T) {
 		t.Parallel()
 		o, h := newOffice(t), newHeld()
@@ -405,6 +456,131 @@ func TestDispatcherSurvivesAFailover(t *testing.T) {
 	require.Empty(t, h.causes)
 }
 
+// Writers, a Dispatcher and a handler that is at work live through restarts of the server: an orderly one, and a crash.
+func TestDispatcherSurvivesARestart(t *testing.T) {
+	t.Parallel()
+	const writers, each, lease = 4, 60, 4 * time.Second
+	server, err := pgserver.Start(t.Context(), pgserver.Options{Own: true})
+	if err != nil && os.Getenv("LATCHKEY_DATABASE_URL") != "" {
+		t.Skip("this machine has no server programs, and the server that it was given is not for this test to stop: ", err)
+	}
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, server.Close()) })
+	url, _, err := server.NewDatabase(t.Context())
+	require.NoError(t, err)
+	open := func() *office { return &office{newFixture(t, url), testdb.PoolAt(t, url)} }
+	o := open()
+	o.exec(t, enableNotify)
+	listen, err := pgx.ParseConfig(url)
+	require.NoError(t, err)
+
+	var (
+		mu      sync.Mutex
+		handled = map[string][]int{}
+		h       = newHeld()
+	)
+	d := dispatch(t, testdb.PoolAt(t, url), repository.DispatcherOpts{Listen: listen, Lease: lease}, func(ctx context.Context, e repository.ClaimedEvent) error {
+		if e.Topic == "held" {
+			return h.handle(ctx, e)
+		}
+		var n int
+		if err := json.Unmarshal(e.Payload, &n); err != nil {
+			return err
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		handled[e.AggregateKey] = append(handled[e.AggregateKey], n)
+		return nil
+	})
+	for restart, immediate := range []bool{false, true} {
+		id := o.enqueueEvent(t, repository.Event{Topic: "held"})
+		require.Equal(t, id, receive(t, h.began).EventID)
+
+		// Each writer goes on until all that it has to write is acknowledged, and writes again what may not have been.
+		written := make(chan error, writers)
+		half := make(chan struct{}, writers)
+		for w := range writers {
+			key := fmt.Sprint("restart ", restart, " writer ", w)
+			pool := testdb.PoolAt(t, url, maxConns(1))
+			go func() { written <- writeAll(t.Context(), pool, key, each, half) }()
+		}
+		for range writers {
+			receive(t, half)
+		}
+		require.NoError(t, server.Restart(t.Context(), immediate))
+		h.result <- nil
+		for range writers {
+			require.NoError(t, receive(t, written))
+		}
+		d.nextCall(t, "Listen", failed)
+		o = open()
+		waitUntil(t, o.observer, "SELECT bool_and(state = 'done') FROM latchkey.outbox")
+		require.Equal(t, 1, value[int](t, o, "SELECT attempts FROM latchkey.outbox WHERE id = $1", id), "its lease outlived the server")
+		require.Empty(t, h.causes)
+		waitUntil(t, o.observer, "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND query LIKE '-- name: OutboxListen%')")
+	}
+	require.NoError(t, d.stop(t))
+	require.Len(t, handled, 2*writers)
+	for key, list := range handled {
+		require.True(t, slices.IsSorted(list), "%s: %v", key, list)
+		require.Len(t, slices.Compact(list), each, key)
+	}
+}
+
+// writeAll writes the events 0 to n-1 of an aggregate under its lock, and says when it is halfway.
+func writeAll(ctx context.Context, pool *pgxpool.Pool, key string, n int, half chan<- struct{}) error {
+	repo, err := repository.New(pool)
+	if err != nil {
+		return err
+	}
+	for i := range n {
+		if i == n/2 {
+			half <- struct{}{}
+		}
+		for {
+			err := repo.Guard(ctx, []repository.Lock{restarts.Exclusive(key)}, func(ctx context.Context, tx *repository.Tx) error {
+				return errorOf(repo.EnqueueTx(ctx, tx.Last(), repository.Event{Topic: "test", AggregateKey: key, Payload: json.RawMessage(fmt.Sprint(i))}))
+			})
+			if err == nil {
+				break
+			}
+			if !repository.IsRetryable(err) && !errors.Is(err, repository.ErrOutcomeUnknown) {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+var restarts = repository.MustNamespace("dispatcher_restart")
+
+// A handler can say that there is no use in trying again.
+func TestDispatcherEndsWhatCannotSucceed(t *testing.T) {
+	t.Parallel()
+	o := newOffice(t)
+	ids := o.enqueue(t, "a", "a")
+	closed := errors.New("the account is closed")
+	d := dispatch(t, testdb.PoolAt(t, o.url), repository.DispatcherOpts{PollInterval: time.Hour}, func(_ context.Context, e repository.ClaimedEvent) error {
+		if e.EventID == ids[0] {
+			return fmt.Errorf("charge: %w: %w", repository.ErrPermanent, closed)
+		}
+		return nil
+	})
+	e := receive(t, d.done)
+	require.Equal(t, ids[0], e.EventID)
+	require.ErrorIs(t, e.Err, repository.ErrPermanent)
+	require.ErrorIs(t, e.Err, closed)
+	e = receive(t, d.done)
+	require.Equal(t, ids[1], e.EventID, "it does not hold up the next one, which does not wait for a poll")
+	require.NoError(t, e.Err)
+	letters, err := o.repo.ListDeadLetters(t.Context(), nil)
+	require.NoError(t, err)
+	require.Len(t, letters, 1)
+	require.Equal(t, ids[0], letters[0].EventID)
+	require.Equal(t, 1, letters[0].Attempts)
+	require.Equal(t, "charge: permanent failure: the account is closed", letters[0].LastError)
+}
+
 // A row that somebody has locked holds up neither the others that are done nor what comes after them.
 func TestDispatcherIsNotHeldUpByALockedRow(t *testing.T) {
 	t.Parallel()
@@ -426,14 +602,20 @@ func TestDispatcherIsNotHeldUpByALockedRow(t *testing.T) {
 		require.NoError(t, e.Err)
 		require.NotEqual(t, ids[0], e.EventID)
 	}
-	later := o.enqueue(t, "")[0]
-	require.Equal(t, later, receive(t, h.began).EventID)
-	h.result <- nil
-	require.NoError(t, locker.Rollback(t.Context()))
-	for range 2 {
+	// Many times what it can have in hand: if each lot waited for the row, that would take minutes.
+	const later = 300
+	o.exec(t, "INSERT INTO latchkey.outbox (topic, payload) SELECT 'test', 'null' FROM generate_series(1, $1::integer)", later)
+	for range later {
+		require.NotEqual(t, ids[0], receive(t, h.began).EventID)
+		h.result <- nil
+	}
+	for range later {
 		require.NoError(t, receive(t, d.done).Err)
 	}
-	require.Equal(t, map[string]int{"done": 4}, o.states(t))
+	require.Equal(t, "claimed", o.state(t, ids[0]))
+	require.NoError(t, locker.Rollback(t.Context()))
+	require.Equal(t, ids[0], receive(t, d.done).EventID)
+	require.Equal(t, map[string]int{"done": 3 + later}, o.states(t))
 }
 
 func TestDispatcherListens(t *testing.T) {
@@ -463,6 +645,68 @@ func TestDispatcherListens(t *testing.T) {
 	}
 	require.NoError(t, d.stop(t))
 	waitUntil(t, o.observer, "SELECT ("+listener+") = 0")
+}
+
+func TestDispatcherRunsSeveralTimes(t *testing.T) {
+	t.Parallel()
+	o := newOffice(t)
+	repo, err := repository.New(testdb.PoolAt(t, o.url))
+	require.NoError(t, err)
+	handled := make(chan repository.EventID, 1000)
+	d, err := repository.NewDispatcher(repo, func(_ context.Context, e repository.ClaimedEvent) error {
+		handled <- e.EventID
+		return nil
+	}, &repository.DispatcherOpts{PollInterval: time.Millisecond})
+	require.NoError(t, err)
+	for range 2 { // one after the other
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error, 3)
+		for range cap(ended) { // and at once
+			go func() { ended <- d.Run(ctx) }()
+		}
+		o.exec(t, "INSERT INTO latchkey.outbox (topic, payload) SELECT 'test', 'null' FROM generate_series(1, 200)")
+		seen := map[repository.EventID]bool{}
+		for range 200 {
+			seen[receive(t, handled)] = true
+		}
+		require.Len(t, seen, 200, "each once")
+		cancel()
+		for range cap(ended) {
+			require.NoError(t, receive(t, ended))
+		}
+		require.Empty(t, handled)
+	}
+	require.Equal(t, map[string]int{"done": 400}, o.states(t))
+}
+
+// Notifications that bring nothing, however many, do not have the Dispatcher ask each time.
+func TestDispatcherOutlivesAStormOfNotifications(t *testing.T) {
+	t.Parallel()
+	o := newOffice(t)
+	o.exec(t, enableNotify)
+	listen, err := pgx.ParseConfig(o.url)
+	require.NoError(t, err)
+	d := dispatch(t, testdb.PoolAt(t, o.url), repository.DispatcherOpts{Listen: listen, PollInterval: time.Hour, Topics: []string{"mine"}},
+		func(context.Context, repository.ClaimedEvent) error { return nil })
+	waitUntil(t, o.observer, "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE datname = current_database() AND query LIKE '-- name: OutboxListen%')")
+	const storm = 2000
+	began := time.Now()
+	for range storm {
+		o.exec(t, "INSERT INTO latchkey.outbox (topic, payload) VALUES ('other', 'null')")
+	}
+	mine := o.enqueueEvent(t, repository.Event{Topic: "mine"})
+	e := receive(t, d.done)
+	took := time.Since(began)
+	require.Equal(t, mine, e.EventID)
+	require.NoError(t, e.Err)
+	require.NoError(t, d.stop(t))
+	claims := 0
+	for len(d.calls) > 0 {
+		if c := receive(t, d.calls); c.Method == "ClaimEvents" {
+			claims++
+		}
+	}
+	require.LessOrEqual(t, claims, 5+int(took/(10*time.Millisecond)), "in %v", took)
 }
 
 // The statements for many claims judge each by its own token.
@@ -496,7 +740,7 @@ func TestDispatcherStatementsJudgeEachToken(t *testing.T) {
 	q := db.New(testdb.Conn(t, o.url))
 	rows, err := q.OutboxExtendAll(t.Context(), db.OutboxExtendAllParams{Ids: all, Fences: fences, Worker: "worker", LeaseMs: time.Hour.Milliseconds()})
 	require.NoError(t, err)
-	require.Equal(t, []db.OutboxExtendAllRow{{ID: all[0], Extended: true}, {ID: all[1], Extended: false}}, rows)
+	require.Equal(t, []db.OutboxExtendAllRow{{ID: all[0], Fence: 1, Extended: true}, {ID: all[1], Fence: 1, Extended: false}}, rows)
 	require.True(t, value[bool](t, o, "SELECT lease_until > clock_timestamp() + interval '50 minutes' FROM latchkey.outbox WHERE id = $1", ids[0]))
 	require.Equal(t, before, untouched(1))
 	rows, err = q.OutboxExtendAll(t.Context(), db.OutboxExtendAllParams{Ids: all, Fences: fences, Worker: "other", LeaseMs: 1})
@@ -510,7 +754,7 @@ func TestDispatcherStatementsJudgeEachToken(t *testing.T) {
 	require.Empty(t, done)
 	done, err = q.OutboxRelease(t.Context(), db.OutboxReleaseParams{Ids: all, Fences: fences, Worker: "worker"})
 	require.NoError(t, err)
-	require.Equal(t, all[:2], done)
+	require.Equal(t, []db.OutboxReleaseRow{{ID: all[0], Fence: 1}, {ID: all[1], Fence: 1}}, done)
 	require.Equal(t, before, untouched(2))
 	for _, e := range o.claim(t, repository.ClaimParams{Max: 2}) {
 		require.Equal(t, 1, e.Attempt, "that one did not count")

@@ -6,11 +6,14 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"math/rand/v2"
 	"reflect"
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/google/uuid"
@@ -328,7 +331,7 @@ func TestOutboxPayloads(t *testing.T) {
 			require.NoError(t, err)
 
 			for _, payload := range []string{
-				"null", "{}", "[]", "0", `""`, `{"a": [1, {"b": null}]}`, `"Žluťoučký 🐎 \\ \" ' \t"`, `"\ud83d\udc0e"`, long,
+				"null", "{}", "[]", "0", `""`, `{"a": [1, {"b": null}]}`, `{"a": 1, "a": 2}`, `"Žluťoučký 🐎 \\ \" ' \t"`, `"\ud83d\udc0e"`, long,
 				"1e131071", "1e-16383", strings.Repeat("[", 1000) + strings.Repeat("]", 1000),
 			} {
 				headers := map[string]string{`"quoted" {key}, \ `: `it's, "a" value; \ NULL`, "": ""}
@@ -345,6 +348,30 @@ func TestOutboxPayloads(t *testing.T) {
 			require.Empty(t, o.claim(t, repository.ClaimParams{}))
 		})
 	}
+	t.Run("and headers that SQL has written do not cost others their attempts", func(t *testing.T) {
+		t.Parallel()
+		o := newOffice(t)
+		written := map[string]map[string]string{
+			`{"text": "a", "number": 1, "null": null, "list": ["a", 1]}`: {"text": "a", "number": "1", "null": "", "list": `["a", 1]`},
+			`[1, 2]`: {"": "[1, 2]"},
+			`"text"`: {"": "text"},
+			`null`:   nil,
+		}
+		for headers := range written {
+			o.exec(t, "INSERT INTO latchkey.outbox (topic, payload, headers) VALUES ($1, '{}', $2)", headers, headers)
+		}
+		events := o.claim(t, repository.ClaimParams{})
+		require.Len(t, events, len(written))
+		for _, e := range events {
+			require.Equal(t, written[e.Topic], e.Headers)
+			require.NoError(t, o.repo.RetryEvent(t.Context(), e.Claim, 0, repository.ErrPermanent))
+		}
+		letters, err := o.repo.ListDeadLetters(t.Context(), nil)
+		require.NoError(t, err)
+		for _, l := range letters {
+			require.Equal(t, written[l.Topic], l.Headers)
+		}
+	})
 	t.Run("of nothing are JSON's null", func(t *testing.T) {
 		t.Parallel()
 		o := newOffice(t)
@@ -414,6 +441,70 @@ func TestOutboxClaim(t *testing.T) {
 		require.Equal(t, []repository.EventID{two}, idsOf(o.claim(t, repository.ClaimParams{Topics: []string{"two", "three"}})),
 			"of the aggregate, it is the turn of another topic")
 		require.Equal(t, []repository.EventID{one, first}, idsOf(o.claim(t, repository.ClaimParams{Topics: []string{"one", "two"}})))
+	})
+	t.Run("takes topics whatever they are named, in every exec mode", func(t *testing.T) {
+		t.Parallel()
+		names := []string{" ", "NULL", "null", "{}", `{"a","b"}`, "a,b", `\`, `"`, "'", "$1", "%", "Žluť 🐎", "\t\n", "\u202e", strings.Repeat("é", 127)}
+		for _, mode := range execModes {
+			o := newOffice(t, withExecMode(mode))
+			for _, name := range names {
+				o.enqueueEvent(t, repository.Event{Topic: name, AggregateKey: name})
+			}
+			for _, name := range names {
+				e := o.claimOne(t, repository.ClaimParams{Topics: []string{name, "another"}})
+				require.Equal(t, name, e.Topic)
+				require.Equal(t, name, e.AggregateKey)
+			}
+		}
+	})
+	t.Run("an aggregate's events in order, whatever becomes of each", func(t *testing.T) {
+		t.Parallel()
+		o := newOffice(t)
+		ids := o.enqueue(t, "a", "a", "a", "a", "a")
+		next := func() repository.Claim { // of a, not knowing how often it has been tried
+			c := o.claimOne(t, repository.ClaimParams{}).Claim
+			require.Empty(t, o.claim(t, repository.ClaimParams{}), "one at a time")
+			return c
+		}
+		retry := func(c repository.Claim, cause error) {
+			require.NoError(t, o.repo.RetryEvent(t.Context(), c, time.Millisecond, cause))
+			waitUntil(t, o.observer, "SELECT clock_timestamp() > due_at FROM latchkey.outbox WHERE id = $1", c.EventID)
+		}
+		var order []repository.EventID
+		for _, end := range []func(c repository.Claim){
+			func(c repository.Claim) { retry(c, errors.New("once")) },
+			func(c repository.Claim) { retry(c, errors.New("twice")) },
+			func(c repository.Claim) { require.NoError(t, o.repo.CompleteEvent(t.Context(), c)) },
+			func(c repository.Claim) { retry(c, repository.ErrPermanent) },
+			func(c repository.Claim) {
+				_, err := o.repo.ExtendClaim(t.Context(), c, time.Millisecond)
+				require.NoError(t, err)
+				o.expire(t, c)
+			},
+			func(c repository.Claim) {
+				_, err := db.New(o.admin).OutboxRelease(t.Context(), db.OutboxReleaseParams{
+					Ids: []int64{int64(c.EventID)}, Fences: []int64{c.Fence}, Worker: c.Worker,
+				})
+				require.NoError(t, err)
+			},
+			func(c repository.Claim) { require.NoError(t, o.repo.CompleteEvent(t.Context(), c)) },
+			func(c repository.Claim) {
+				o.exec(t, "UPDATE latchkey.outbox SET max_attempts = 1 WHERE id = $1", c.EventID)
+				retry(c, errors.New("the last"))
+			},
+			func(c repository.Claim) {
+				require.NoError(t, o.repo.RedriveDeadLetter(t.Context(), ids[1]))
+				require.Empty(t, o.claim(t, repository.ClaimParams{}), "it waits for the one that is being handled")
+				require.NoError(t, o.repo.CompleteEvent(t.Context(), c))
+			},
+			func(c repository.Claim) { require.NoError(t, o.repo.CompleteEvent(t.Context(), c)) },
+		} {
+			c := next()
+			order = append(order, c.EventID)
+			end(c)
+		}
+		require.Equal(t, []repository.EventID{ids[0], ids[0], ids[0], ids[1], ids[2], ids[2], ids[2], ids[3], ids[4], ids[1]}, order)
+		require.Empty(t, o.claim(t, repository.ClaimParams{}))
 	})
 	t.Run("one of an aggregate at a time, in order, while others go on", func(t *testing.T) {
 		t.Parallel()
@@ -528,11 +619,13 @@ func TestOutboxClaim(t *testing.T) {
 				SELECT 'test', 'a' || n, 'null', CASE WHEN n % 2 = 0 THEN 'done' ELSE 'ready' END, CASE WHEN n % 2 = 0 THEN clock_timestamp() END
 				FROM generate_series(1, 2000) AS n ON CONFLICT DO NOTHING`)
 			for name, args := range map[string]string{
-				"OutboxClaim":    "('{}', 10, 'w', 1000)",
-				"OutboxPurge":    "(0, 10)",
-				"OutboxComplete": "('{1}', '{1}', 'w')",
-				"OutboxExtend":   "(1000, 1, 'w', 1)",
-				"OutboxRetry":    "(NULL, NULL, 1, 'w', 1)",
+				"OutboxClaim":     "('{}', 10, 'w', 1000)",
+				"OutboxPurge":     "(0, 10)",
+				"OutboxComplete":  "('{1}', 'w', '{1}')",
+				"OutboxExtend":    "(1000, 1, 'w', 1)",
+				"OutboxExtendAll": "('{1}', 'w', '{1}', 1000)",
+				"OutboxRelease":   "('{1}', 'w', '{1}')",
+				"OutboxRetry":     "(false, NULL, NULL, 1, 'w', 1)",
 			} {
 				tx := begin(t, testdb.Conn(t, o.url), pgx.TxOptions{})
 				require.NoError(t, db.New(tx).OutboxPreferIndexes(t.Context()))
@@ -548,6 +641,8 @@ func TestOutboxClaim(t *testing.T) {
 				require.Contains(t, text, "Index Scan", name)
 				require.NotContains(t, text, "Seq Scan on outbox", "%s on a table that was %s", name, state)
 				require.NotContains(t, text, "Bitmap", "%s on a table that was %s", name, state)
+				require.Equal(t, strings.Contains(queries[name], "claim.fence"), strings.Contains(text, "hashed SubPlan"),
+					"%s must not compare each claim with each row: %s", name, text)
 				require.NoError(t, tx.Rollback(t.Context()))
 			}
 		}
@@ -605,6 +700,8 @@ func TestOutboxRoundTripsAreOne(t *testing.T) {
 	}
 }
 
+var outboxRace = repository.MustNamespace("outbox_race")
+
 // Workers claim, complete, give back and forget, while writers go on writing.
 func TestOutboxRace(t *testing.T) {
 	t.Parallel()
@@ -616,7 +713,6 @@ func TestOutboxRace(t *testing.T) {
 	url := testdb.URL(t)
 	r := newRacers(t, url, workers)
 	o := &office{newFixture(t, url), testdb.PoolAt(t, url)}
-	ns := repository.MustNamespace("outbox_race")
 
 	var (
 		mu      sync.Mutex
@@ -632,7 +728,7 @@ func TestOutboxRace(t *testing.T) {
 		require.NoError(t, err)
 		writers[a] = inBackground(t, func() (struct{}, error) {
 			for n := range each {
-				err := repo.Guard(t.Context(), []repository.Lock{ns.Exclusive(key)}, func(ctx context.Context, tx *repository.Tx) error {
+				err := repo.Guard(t.Context(), []repository.Lock{outboxRace.Exclusive(key)}, func(ctx context.Context, tx *repository.Tx) error {
 					return errorOf(repo.EnqueueTx(ctx, tx.Last(), repository.Event{
 						Topic: "race", AggregateKey: key, Payload: json.RawMessage(fmt.Sprint(n)),
 					}))
@@ -658,7 +754,10 @@ func TestOutboxRace(t *testing.T) {
 		if !first {
 			handled[e.AggregateKey] = append(handled[e.AggregateKey], n)
 		}
-		delete(busy, e.AggregateKey) // before others can know
+		mu.Unlock()
+		<-time.After(rand.N(2 * time.Millisecond)) // so that others have the time to begin with what is not theirs
+		mu.Lock()
+		delete(busy, e.AggregateKey) // before the next one's turn
 		mu.Unlock()
 		if first {
 			return c.repo.RetryEvent(t.Context(), e.Claim, time.Millisecond, errors.New("the first time it fails"))
@@ -707,6 +806,152 @@ func TestOutboxRace(t *testing.T) {
 		require.True(t, slices.IsSorted(list), "%s: %v", key, list)
 	}
 	require.Equal(t, map[string]int{"done": aggregates * each}, o.states(t))
+}
+
+// Workers do all that can be done with a claim, lose some, and come back late, while operators lower attempts, redrive and
+// purge.
+func TestOutboxChaos(t *testing.T) {
+	t.Parallel()
+	const workers, aggregates, each, redrives = 8, 6, 15, 60
+	url := testdb.URL(t)
+	r := newRacers(t, url, workers)
+	o := &office{newFixture(t, url), testdb.PoolAt(t, url)}
+	o.exec(t, `INSERT INTO latchkey.outbox (topic, aggregate_key, payload, max_attempts)
+		SELECT 'test', nullif('a' || n % $1::integer, 'a0'), 'null', 1 + n % 4 FROM generate_series(1, $2::integer) AS n`, aggregates, aggregates*each)
+	var (
+		mu       sync.Mutex
+		attempts = map[repository.EventID]map[int64]bool{} // the tokens given
+		done     = map[repository.EventID]int64{}          // the token that completed it
+		wrong    []string
+	)
+	note := func(format string, args ...any) {
+		mu.Lock()
+		defer mu.Unlock()
+		wrong = append(wrong, fmt.Sprintf(format, args...))
+	}
+	given := func(c repository.Claim) {
+		mu.Lock()
+		defer mu.Unlock()
+		if attempts[c.EventID] == nil {
+			attempts[c.EventID] = map[int64]bool{}
+		}
+		if attempts[c.EventID][c.Fence] {
+			wrong = append(wrong, fmt.Sprintf("%d was given token %d twice", c.EventID, c.Fence))
+		}
+		attempts[c.EventID][c.Fence] = true
+	}
+	// work ends a claim in some way, and says so if it was lost.
+	work := func(c racer, e repository.ClaimedEvent, lasts bool) error {
+		ctx := t.Context()
+		complete := func() error {
+			err := c.repo.CompleteEvent(ctx, e.Claim)
+			if err == nil {
+				mu.Lock()
+				if before, twice := done[e.EventID]; twice {
+					wrong = append(wrong, fmt.Sprintf("%d was completed under tokens %d and %d", e.EventID, before, e.Fence))
+				}
+				done[e.EventID] = e.Fence
+				mu.Unlock()
+			}
+			return err
+		}
+		if !lasts {
+			<-time.After(rand.N(4 * time.Millisecond))
+		}
+		switch rand.IntN(6) {
+		case 0:
+			return c.repo.RetryEvent(ctx, e.Claim, time.Millisecond, errors.New("no"))
+		case 1:
+			return c.repo.RetryEvent(ctx, e.Claim, 0, repository.ErrPermanent)
+		case 2:
+			_, err := db.New(c.pool).OutboxRelease(ctx, db.OutboxReleaseParams{Ids: []int64{int64(e.EventID)}, Fences: []int64{e.Fence}, Worker: e.Worker})
+			return err
+		case 3:
+			if _, err := c.repo.ExtendClaim(ctx, e.Claim, time.Hour); err != nil {
+				return err
+			}
+			if err := complete(); err != nil {
+				note("the claim of %d was lost within an hour: %v", e.EventID, err)
+			}
+			return nil
+		default:
+			return complete()
+		}
+	}
+	const open = "SELECT count(*) FROM latchkey.outbox WHERE ended_at IS NULL"
+	var left atomic.Int64
+	left.Store(redrives)
+	purged := make([]int, workers)
+	bound := time.Now().Add(patience)
+	errs := r.atOnce(func(c racer) error {
+		for {
+			lasts, lease := true, time.Hour
+			if rand.IntN(3) == 0 {
+				lasts, lease = false, 3*time.Millisecond
+			}
+			events, err := c.repo.ClaimEvents(t.Context(), repository.ClaimParams{Worker: "same", Max: 3, Lease: lease})
+			if err != nil {
+				return err
+			}
+			for _, e := range events {
+				given(e.Claim)
+			}
+			for _, e := range events {
+				err := work(c, e, lasts)
+				if err != nil && (lasts || !errors.Is(err, repository.ErrLeaseLost)) {
+					return err
+				}
+			}
+			redriven := 0
+			if c.n == 0 { // the operator
+				if _, err := c.pool.Exec(t.Context(), `UPDATE latchkey.outbox SET max_attempts = greatest(1, attempts - 1)
+					WHERE id = (SELECT id FROM latchkey.outbox WHERE ended_at IS NULL ORDER BY random() LIMIT 1)`); err != nil {
+					return err
+				}
+				letters, err := c.repo.ListDeadLetters(t.Context(), &repository.DeadLetterOpts{Limit: 2})
+				if err != nil {
+					return err
+				}
+				for _, l := range letters {
+					if left.Add(-1) >= 0 {
+						if err := c.repo.RedriveDeadLetter(t.Context(), l.EventID); err != nil {
+							return err
+						}
+						redriven++
+					}
+				}
+			}
+			n, err := c.repo.PurgeEvents(t.Context(), time.Millisecond, 2)
+			if err != nil {
+				return err
+			}
+			purged[c.n] += n
+			var more int
+			if err := c.pool.QueryRow(t.Context(), open).Scan(&more); err != nil {
+				return err
+			}
+			switch {
+			case more == 0 && redriven == 0:
+				return nil
+			case time.Now().After(bound):
+				return fmt.Errorf("%d events are left that nobody gets", more)
+			}
+		}
+	})
+	require.NoError(t, errors.Join(errs...))
+	require.Empty(t, wrong)
+	states, gone := o.states(t), 0
+	for _, n := range purged {
+		gone += n
+	}
+	require.Equal(t, aggregates*each, states["done"]+states["dead"]+gone)
+	require.Len(t, done, states["done"]+gone)
+	require.NotEmpty(t, done)
+	for id, fence := range done {
+		for other := range attempts[id] {
+			require.LessOrEqual(t, other, fence, "nobody was given %d after it was done", id)
+		}
+	}
 }
 
 // A redrive brings an event in front of one that is being claimed at this moment: whoever then claims the first
@@ -938,6 +1183,57 @@ func TestOutboxSendsNoTimeOfTheClient(t *testing.T) {
 	}
 }
 
+// Workers whose clocks are ten minutes slow and ten minutes fast. They have one clock here, which is moved in between:
+// that of a bubble does not stand for the server's, which is another process.
+func TestOutboxClocksOfWorkersDoNotMatter(t *testing.T) {
+	t.Parallel()
+	const skew, lease = 10 * time.Minute, 5 * time.Minute
+	url, now := testdb.URL(t), time.Now()
+	synctest.Test(t, func(t *testing.T) {
+		<-time.After(time.Until(now.Add(-skew))) // it begins in the year 2000
+		f := newFixture(t, url)
+		o := &office{f, testdb.PoolAt(t, url)}
+		// in says how many minutes from now, by the server's clock, the time is that the query returns.
+		in := func(column string, id repository.EventID) time.Duration {
+			return value[time.Duration](t, o, "SELECT "+column+" - clock_timestamp() FROM latchkey.outbox WHERE id = $1", id).Round(time.Minute)
+		}
+		ids := o.enqueue(t, "a", "b", "c")
+		slow := o.claim(t, repository.ClaimParams{Worker: "slow", Max: 1, Lease: lease})[0]
+		require.Equal(t, lease, in("lease_until", ids[0]))
+		l := o.acquire(t, repository.LeaseParams{Name: "job", TTL: lease})
+
+		<-time.After(2 * skew)
+		events := o.claim(t, repository.ClaimParams{Worker: "fast", Lease: lease})
+		require.Equal(t, ids[1:], idsOf(events), "the slow one's lease lives")
+		require.Equal(t, lease, in("lease_until", ids[1]))
+		_, err := o.repo.ExtendClaim(t.Context(), slow.Claim, lease)
+		require.NoError(t, err)
+		require.Equal(t, lease, in("lease_until", ids[0]))
+		require.NoError(t, o.repo.RetryEvent(t.Context(), events[0].Claim, lease, nil))
+		require.Equal(t, lease, in("due_at", ids[1]))
+		_, err = o.repo.ExtendClaim(t.Context(), events[1].Claim, time.Millisecond)
+		require.NoError(t, err)
+		o.expire(t, events[1].Claim)
+		o.requireClaims(t, ids[2])
+		require.ErrorIs(t, o.repo.CompleteEvent(t.Context(), events[1].Claim), repository.ErrLeaseLost)
+		require.NoError(t, o.repo.CompleteEvent(t.Context(), slow.Claim))
+
+		_, err = o.repo.AcquireLease(t.Context(), repository.LeaseParams{Name: "job"})
+		requireBusy(t, err, repository.WhereLease)
+		require.NoError(t, o.repo.RenewLease(t.Context(), l, 0))
+		require.Positive(t, l.Remaining())
+		require.NoError(t, o.repo.ReleaseLease(t.Context(), l))
+
+		d := dispatch(t, testdb.PoolAt(t, url), repository.DispatcherOpts{Lease: lease}, func(context.Context, repository.ClaimedEvent) error { return nil })
+		id := o.enqueue(t, "d")[0]
+		e := receive(t, d.done)
+		require.Equal(t, id, e.EventID)
+		require.NoError(t, e.Err)
+		require.NoError(t, d.stop(t))
+		require.Equal(t, map[string]int{"done": 2, "ready": 1, "claimed": 1}, o.states(t))
+	})
+}
+
 func fieldsOf(params any) func(yield func(reflect.StructField) bool) {
 	return func(yield func(reflect.StructField) bool) {
 		for i := range reflect.TypeOf(params).NumField() {
@@ -1042,6 +1338,27 @@ func TestOutboxDeadLetters(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, "no", letters[0].LastError)
 		require.Empty(t, o.claim(t, repository.ClaimParams{}))
+	})
+	t.Run("are events of which somebody says that no attempt can succeed", func(t *testing.T) {
+		t.Parallel()
+		o := newOffice(t)
+		ids := o.enqueue(t, "a", "a")
+		cause := fmt.Errorf("%w: no such account", repository.ErrPermanent)
+		c := o.claimOne(t, repository.ClaimParams{}).Claim
+		require.NoError(t, o.repo.RetryEvent(t.Context(), c, time.Hour, cause))
+		require.ErrorIs(t, o.repo.RetryEvent(t.Context(), c, 0, cause), repository.ErrLeaseLost)
+		require.Equal(t, "dead", o.state(t, ids[0]))
+		next := o.requireClaims(t, ids[1])[0]
+		require.NoError(t, o.repo.CompleteEvent(t.Context(), next.Claim))
+		letters, err := o.repo.ListDeadLetters(t.Context(), nil)
+		require.NoError(t, err)
+		require.Equal(t, "permanent failure: no such account", letters[0].LastError)
+
+		require.NoError(t, o.repo.RedriveDeadLetter(t.Context(), ids[0]))
+		e := o.claimOne(t, repository.ClaimParams{})
+		require.Equal(t, 1, e.Attempt)
+		require.NoError(t, o.repo.RetryEvent(t.Context(), e.Claim, time.Hour, errors.New("permanent failure")))
+		require.Equal(t, "ready", o.state(t, ids[0]), "the text alone does not say it")
 	})
 	t.Run("are events whose attempts were lowered below what they have had", func(t *testing.T) {
 		t.Parallel()

@@ -173,6 +173,10 @@ func launch(ctx context.Context, p programs, provider string, o Options) (_ *Ser
 			}
 			return nil
 		}),
+		signal: func(name string) error {
+			_, err := io.WriteString(aliveW, name+"\n")
+			return err
+		},
 	}
 	if err := s.waitReady(ctx, gone); err != nil {
 		log := logEnd(filepath.Join(dir, "log"))

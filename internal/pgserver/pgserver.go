@@ -22,6 +22,7 @@ import (
 	"os"
 	"strconv"
 	"sync"
+	"time"
 
 	"github.com/jackc/pgx/v5"
 )
@@ -35,6 +36,8 @@ type Options struct {
 	Log func(format string, args ...any)
 	// Settings are extra server settings by name. They only apply to a server that is started here.
 	Settings map[string]string
+	// Own starts a server also if there is LATCHKEY_DATABASE_URL.
+	Own bool
 }
 
 func (o Options) log(format string, args ...any) {
@@ -49,6 +52,7 @@ type Server struct {
 	version  string
 	url      string
 	stop     func() error
+	signal   func(name string) error // has the server end by a signal, and start again; nil if it is not started here
 
 	mu       sync.Mutex // one caller makes the template, the others wait for it
 	template string     // empty until it is known to be there
@@ -84,7 +88,7 @@ func start(ctx context.Context, e env, o Options) (*Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	if e.url == "" {
+	if e.url == "" || o.Own {
 		return startLocal(ctx, e, wanted, o)
 	}
 	s, err := Use(ctx, e.url, "the server of LATCHKEY_DATABASE_URL", o)
@@ -155,6 +159,46 @@ func (s *Server) URL() string { return s.url }
 // Close stops a server that was started here, with whoever is connected to it, and removes its folder. Any other server is
 // left alone. Calling it again does nothing.
 func (s *Server) Close() error { return s.stop() }
+
+// Restart stops a server that was started here, and starts it again on the same port with the same data: after a fast
+// shutdown, which disconnects everybody, or an immediate one, which is a crash. It returns when the server takes
+// connections again.
+func (s *Server) Restart(ctx context.Context, immediate bool) error {
+	if s.signal == nil {
+		return errors.New("pgserver: restart: the server was not started here")
+	}
+	before, err := s.started(ctx)
+	if err != nil {
+		return fmt.Errorf("pgserver: restart: %w", err)
+	}
+	name := "INT"
+	if immediate {
+		name = "QUIT"
+	}
+	if err := s.signal(name); err != nil {
+		return fmt.Errorf("pgserver: restart: %w", err)
+	}
+	for {
+		if now, err := s.started(ctx); err == nil && !now.Equal(before) {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("pgserver: restart: %w", ctx.Err())
+		case <-time.After(25 * time.Millisecond):
+		}
+	}
+}
+
+// started returns when the server that answers was started.
+func (s *Server) started(ctx context.Context) (at time.Time, err error) {
+	conn, err := pgx.Connect(ctx, s.url)
+	if err != nil {
+		return at, err
+	}
+	defer conn.Close(context.WithoutCancel(ctx))
+	return at, conn.QueryRow(ctx, "SELECT pg_catalog.pg_postmaster_start_time()").Scan(&at)
+}
 
 // errNoServer ends every error that means "there is no way left", so that each of them names all the ways.
 var errNoServer = errors.New(`to give it one, do one of these:
