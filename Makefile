@@ -1,7 +1,7 @@
 # Works with GNU Make 3.81, which macOS has, and with any sh. `make help` lists the targets.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test/matrix test/docker test/mutants bench generate verify verify/generated verify/modules \
+.PHONY: help demo test test/matrix test/docker test/poolers test/mutants bench generate verify verify/generated verify/modules \
 	verify/format verify/queries lint fmt tidy clean ci
 
 # The versions are pinned in internal/tools/go.mod: a module of its own, so that no host of latchkey sees
@@ -10,6 +10,9 @@ TOOL := go tool -modfile="$(CURDIR)/internal/tools/go.mod"
 
 GO_DIRS := db internal migrations queries repository tests
 POSTGRES_VERSIONS := 15 16 17 18
+
+# The Debian releases whose PgBouncer test/poolers uses: 1.18, which knows no prepared statements, and a current one.
+PGBOUNCER_SUITES := bookworm forky
 
 # For instance: make test TESTFLAGS='-run TestKeys -v'. LATCHKEY_LONG=1 in the environment makes the load tests long.
 TESTFLAGS :=
@@ -59,6 +62,18 @@ test/docker: ## run the black-box tests on PostgreSQL in Docker (LATCHKEY_POSTGR
 	LATCHKEY_DATABASE_URL= LATCHKEY_POSTGRES=docker; export LATCHKEY_DATABASE_URL LATCHKEY_POSTGRES; \
 	$(TEST_SUITE_SHORT)
 
+test/poolers: ## run the black-box tests through PgBouncer, an old and a new one (on Debian, which it fetches them from)
+	@passed= failed= skipped=; \
+	for suite in $(PGBOUNCER_SUITES); do \
+		program="$(CURDIR)/.cache/pgbouncer/$$suite/pgbouncer"; \
+		bash .ci/pgbouncer $$suite "$${program%/*}" || { skipped="$$skipped $$suite"; continue; }; \
+		echo "==> through $$("$$program" --version | head -n 1) of Debian $$suite"; \
+		LATCHKEY_PGBOUNCER=$$program; export LATCHKEY_PGBOUNCER; \
+		if (cd tests && go test -short -shuffle=on -count=1 $(TESTFLAGS)); then passed="$$passed $$suite"; else failed="$$failed $$suite"; fi; \
+	done; \
+	echo "PgBouncer of Debian: passed:$${passed:- none}; failed:$${failed:- none}; SKIPPED:$${skipped:- none}, for reasons above"; \
+	[ -z "$$failed" ] && [ -n "$$passed" ]
+
 test/mutants: ## break the code on purpose, one way at a time, and see a test turn red
 	@bash .ci/mutants
 
@@ -106,7 +121,7 @@ fmt: ## format the Go code
 tidy: ## tidy the go.mod files
 	@for dir in . tests internal/tools; do (cd $$dir && go mod tidy) || exit 1; done
 
-clean: ## remove the fetched PostgreSQL servers
+clean: ## remove the fetched PostgreSQL servers and poolers
 	rm -rf .cache
 
 ci: ## run all that CI runs (as root on Debian, it installs what it needs)

@@ -34,8 +34,10 @@ const lockPoll = 200 * time.Millisecond
 // Lock asks again and again rather than waiting in the server: a statement that waits has a snapshot, and a
 // concurrent index build would wait for that.
 func (d *driver) Lock() error {
+	// In a mode that prepares nothing by name, at which a pooler could fail before it is known to be one.
 	var pid uint32
-	if err := d.conn.QueryRow(d.ctx, "SELECT pg_catalog.pg_backend_pid()").Scan(&pid); err != nil {
+	err := d.conn.QueryRow(d.ctx, "SELECT pg_catalog.pg_backend_pid()", pgx.QueryExecModeExec).Scan(&pid)
+	if err != nil {
 		return err
 	}
 	if pid != d.conn.PgConn().PID() { // a pooler gives its clients numbers of its own

@@ -278,10 +278,27 @@ func (r *Repository) read(ctx context.Context, query func(*db.Queries) error) er
 		return c.classify(ctx, err, refused(err))
 	}
 	defer conn.Release()
-	if err := query(db.New(conn)); err != nil {
+	var q db.DBTX = conn
+	if r.describes {
+		q = undescribed{conn}
+	}
+	if err := query(db.New(q)); err != nil {
 		return c.classify(ctx, err, conn.Conn().IsClosed)
 	}
 	return nil
+}
+
+// undescribed are queries of a connection whose mode is describe_exec. Outside a transaction pgx runs such a query in two,
+// one to ask for its types and one that relies on the statement that the first left unnamed. Behind a pooler that is perhaps
+// gone, or another client's. So they are sent without asking.
+type undescribed struct{ *pgxpool.Conn }
+
+func (u undescribed) Query(ctx context.Context, sql string, args ...any) (pgx.Rows, error) {
+	return u.Conn.Query(ctx, sql, append([]any{pgx.QueryExecModeExec}, args...)...)
+}
+
+func (u undescribed) QueryRow(ctx context.Context, sql string, args ...any) pgx.Row {
+	return u.Conn.QueryRow(ctx, sql, append([]any{pgx.QueryExecModeExec}, args...)...)
 }
 
 // refused tells whether err means that there is no connection to be had now. A wrong password, role or database

@@ -26,6 +26,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/jackc/pgx/v5"
 	"github.com/jackc/pgx/v5/pgxpool"
 
 	"github.com/latchkey-go/latchkey/internal/keyqueue"
@@ -57,6 +58,7 @@ type Repository struct {
 	maxWaiters  int
 	maxBatch    int
 	observer    Observer
+	describes   bool // pgx's mode is describe_exec
 
 	lockOrderCheck bool
 }
@@ -169,6 +171,15 @@ type CallDone struct {
 
 // New returns a Repository on pool, which stays the caller's to close. It does no I/O. The error is
 // [ErrInvalid]: pool is nil, an option's value is out of range, or an option is given twice.
+//
+// A call whose context ends while it waits at the server asks the server to stop, and gives its connection up. The pool may
+// open another before the server has ended the first session, so for a moment there can be up to twice as many sessions as
+// the pool's MaxConns. A session whose request to stop was lost waits on, for as long as the call's lock timeout
+// allowed, and those come on top. A context that ends by its deadline costs no connection as a rule: the lock timeout is cut
+// to end a little before it.
+//
+// The pool may lead through a pooler in transaction mode, in the query exec modes that pgx itself can use there; the README
+// says which.
 func New(pool *pgxpool.Pool, opts ...Option) (*Repository, error) {
 	if pool == nil {
 		return nil, wrap("new", &InvalidError{"pool", "must not be nil"})
@@ -193,9 +204,11 @@ func New(pool *pgxpool.Pool, opts ...Option) (*Repository, error) {
 			return nil, wrap("new", err)
 		}
 	}
+	config := pool.Config()
+	r.describes = config.ConnConfig.DefaultQueryExecMode == pgx.QueryExecModeDescribeExec
 	depth := inDatabase
 	if r.maxBatch < 2 {
-		depth = max(depth, int(pool.Config().MaxConns)/2)
+		depth = max(depth, int(config.MaxConns)/2)
 	}
 	r.queue = keyqueue.New(depth, r.maxWaiters, r.maxBatch, r.runTogether)
 	return r, nil

@@ -59,7 +59,7 @@ func (f *faulty) requireNoAdvisoryLock(t *testing.T, but uint32) {
 	waitUntil(t, f.observer, `
 		SELECT NOT EXISTS (
 			SELECT FROM pg_catalog.pg_locks AS l JOIN pg_catalog.pg_database AS d ON d.oid = l.database
-			WHERE d.datname = pg_catalog.current_database() AND l.locktype = 'advisory' AND l.pid <> $1)`, int64(but))
+			WHERE d.datname = pg_catalog.current_database() AND l.locktype = 'advisory' AND l.pid <> $1::bigint)`, int64(but))
 	require.Less(t, time.Since(started), soon)
 }
 

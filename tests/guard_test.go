@@ -177,7 +177,7 @@ func locksOf(t *testing.T, observer *pgx.Conn, pid uint32) map[int64]bool {
 	held := map[int64]bool{}
 	rows, err := observer.Query(t.Context(), `
 		SELECT (classid::bigint << 32) | objid::bigint, mode = 'ExclusiveLock'
-		FROM pg_catalog.pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND granted AND pid = $1`, int64(pid))
+		FROM pg_catalog.pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND granted AND pid = $1::bigint`, int64(pid))
 	require.NoError(t, err)
 	var key int64
 	var exclusive bool

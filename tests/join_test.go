@@ -269,7 +269,7 @@ func TestJoinRefusesOtherIsolation(t *testing.T) {
 			require.False(t, repository.IsRetryable(err))
 			var locks int
 			require.NoError(t, j.observer.QueryRow(t.Context(),
-				"SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = $1", int64(conn.PgConn().PID())).Scan(&locks))
+				"SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND pid = $1::bigint", int64(conn.PgConn().PID())).Scan(&locks))
 			require.Zero(t, locks)
 			j.requireUsable(t, o.AccessMode != pgx.ReadOnly)
 		})

@@ -93,7 +93,7 @@ func granted(t *testing.T, observer *pgx.Conn, pid uint32) map[int64][]string {
 	rows, err := observer.Query(t.Context(), `
 		SELECT (classid::bigint << 32) | objid::bigint AS key, mode
 		FROM pg_locks
-		WHERE locktype = 'advisory' AND objsubid = 1 AND granted AND pid = $1
+		WHERE locktype = 'advisory' AND objsubid = 1 AND granted AND pid = $1::bigint
 		ORDER BY mode`, int64(pid))
 	require.NoError(t, err)
 	held := map[int64][]string{}

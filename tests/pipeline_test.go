@@ -200,7 +200,7 @@ func waitUntil(t *testing.T, conn *pgx.Conn, sql string, args ...any) {
 // waitUntilGone waits until the session has ended, and with it all that it was doing.
 func waitUntilGone(t *testing.T, observer *pgx.Conn, pid uint32) {
 	t.Helper()
-	waitUntil(t, observer, "SELECT NOT EXISTS (SELECT FROM pg_catalog.pg_stat_activity WHERE pid = $1)", int64(pid))
+	waitUntil(t, observer, "SELECT NOT EXISTS (SELECT FROM pg_catalog.pg_stat_activity WHERE pid = $1::bigint)", int64(pid))
 }
 
 // hold takes the advisory lock in a transaction of another connection, which it returns.

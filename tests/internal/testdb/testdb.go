@@ -8,6 +8,9 @@
 // LATCHKEY_POSTGRES_IMAGE instead, by default of the official image. Where no image can be pulled, such as a CI machine
 // without a registry, testcontainers-go needs TESTCONTAINERS_RYUK_DISABLED=true as well.
 //
+// With LATCHKEY_PGBOUNCER, the program of a PgBouncer, it starts one in front of the server, and [URL] leads through it; [Conn]
+// and [Exec] still go past it. Each test then also checks that it left nothing on the connections to the server.
+//
 // The databases have a foreign search_path and an odd time zone, since the product must care about neither. The functions
 // that take a [testing.TB] end the test when they fail, so they are called from the test's own goroutine.
 package testdb
@@ -57,6 +60,17 @@ func run(m *testing.M) (code int) {
 		}
 	}()
 	server = s
+	closePooler, err := startPooler(context.Background())
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "latchkey tests:", err)
+		return 1
+	}
+	defer func() {
+		if err := closePooler(); err != nil {
+			fmt.Fprintln(os.Stderr, "latchkey tests:", err)
+			code = max(code, 1)
+		}
+	}()
 	return m.Run()
 }
 
@@ -104,7 +118,7 @@ func URL(t testing.TB) string {
 	Exec(t, s.URL(),
 		"ALTER DATABASE "+database+" SET timezone = '"+TimeZone+"'",
 		"ALTER DATABASE "+database+" SET search_path = '"+SearchPath+"'")
-	return url
+	return throughPooler(t, url)
 }
 
 // URLForExample is [URL] for an Example function, which has no testing.TB: it drops the database itself, and what fails
@@ -153,19 +167,19 @@ func PoolAt(t testing.TB, url string, opts ...func(*pgxpool.Config)) *pgxpool.Po
 	return pool
 }
 
-// Conn returns a connection that belongs to no pool. It is closed at the end of the test.
+// Conn returns a connection that belongs to no pool, directly to the server. It is closed at the end of the test.
 func Conn(t testing.TB, url string) *pgx.Conn {
 	t.Helper()
-	conn, err := pgx.Connect(t.Context(), url)
+	conn, err := pgx.Connect(t.Context(), Direct(t, url))
 	require.NoError(t, err)
 	t.Cleanup(func() { conn.Close(context.Background()) })
 	return conn
 }
 
-// Exec runs the statements on a new connection, to give the database or a role a twist before the test.
+// Exec runs the statements on a new connection, directly to the server, to give the database or a role a twist before the test.
 func Exec(t testing.TB, url string, statements ...string) {
 	t.Helper()
-	conn, err := pgx.Connect(t.Context(), url)
+	conn, err := pgx.Connect(t.Context(), Direct(t, url))
 	require.NoError(t, err)
 	for _, sql := range statements {
 		if _, err = conn.Exec(t.Context(), sql); err != nil {

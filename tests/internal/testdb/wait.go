@@ -38,7 +38,7 @@ func WaitForLockWait(t testing.TB, observer *pgx.Conn, pid uint32) {
 	poll(t, observer, func() bool {
 		var waits bool
 		err := observer.QueryRow(t.Context(),
-			"SELECT EXISTS (SELECT FROM pg_catalog.pg_locks WHERE pid = $1 AND NOT granted)", int64(pid)).Scan(&waits)
+			"SELECT EXISTS (SELECT FROM pg_catalog.pg_locks WHERE pid = $1::bigint AND NOT granted)", int64(pid)).Scan(&waits)
 		require.NoError(t, err)
 		return waits
 	}, "backend %d to wait for a lock", pid)
