@@ -1,8 +1,8 @@
 # Works with GNU Make 3.81, which macOS has, and with any sh. `make help` lists the targets.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test/matrix test/docker test/poolers test/mutants bench generate verify verify/generated verify/modules \
-	verify/format verify/queries lint fmt tidy clean ci
+.PHONY: help demo test test/matrix test/docker test/poolers test/mutants test/faults soak bench generate verify \
+	verify/generated verify/modules verify/format verify/queries lint fmt tidy clean ci
 
 # The versions are pinned in internal/tools/go.mod: a module of its own, so that no host of latchkey sees
 # what the tools require. The first use builds a tool, which takes minutes; Go's build cache keeps it.
@@ -32,7 +32,7 @@ TEST_SUITE_SHORT = (cd tests && $(GO_TEST) -short)
 # Shell code that sets status to 1 if a test of either module fails.
 ALL_TESTS = status=0; \
 	$(GO_TEST) ./... || status=1; \
-	(cd tests && $(GO_TEST) ./internal/... ./bench) || status=1; \
+	(cd tests && $(GO_TEST) ./internal/... ./bench ./faults) || status=1; \
 	$(TEST_SUITE) || status=1
 
 help: ## list the targets
@@ -76,6 +76,12 @@ test/poolers: ## run the black-box tests through PgBouncer, an old and a new one
 
 test/mutants: ## break the code on purpose, one way at a time, and see a test turn red
 	@bash .ci/mutants
+
+test/faults: ## kill, cut, stop and cancel everything for 2 minutes, and check each call and the database
+	@cd tests && go run ./faults -for 2m
+
+soak: ## the same, for longer (FOR=1h), or one round again (SEED=...)
+	@cd tests && go run ./faults -for $(or $(FOR),10m) $(if $(SEED),-seed $(SEED))
 
 bench: ## measure latchkey beside the alternatives, in 20 minutes (BENCH=quick, in 2; BENCH=draw, draw again)
 	@cd tests && go run ./bench $(BENCH)

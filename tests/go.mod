@@ -5,6 +5,7 @@ go 1.26.0
 replace github.com/latchkey-go/latchkey => ../
 
 require (
+	github.com/anishathalye/porcupine v1.3.1
 	github.com/google/uuid v1.6.0
 	github.com/jackc/pgx/v5 v5.13.0
 	github.com/latchkey-go/latchkey v0.0.0

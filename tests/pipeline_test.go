@@ -1088,15 +1088,17 @@ func isAnswer(m wire.Message) bool { return m.FromServer && m.Type == 'C' }
 // isCommitted picks the server's answer to COMMIT.
 func isCommitted(m wire.Message) bool { return isAnswer(m) && m.Tag == "COMMIT" }
 
-// cuts are the places in a warm transaction of one query at which its connection may break. Its outcome is unknown at
-// each.
-var cuts = []struct {
+// place is one at which a connection may break.
+type place struct {
 	name    string
 	at      func(m wire.Message) bool
 	action  wire.Action
 	early   bool // in the mode that is never warm, COMMIT has not been sent
 	written bool // what was the case
-}{
+}
+
+// cuts are the places in a warm transaction of one query. Its outcome is unknown at each.
+var cuts = []place{
 	{"before BEGIN reaches the server", isBegin, wire.CutBefore, true, false},
 	{"within BEGIN", isBegin, wire.CutWithin, true, false},
 	{"before COMMIT reaches the server", isCommit, wire.CutBefore, false, false},
@@ -1110,22 +1112,17 @@ var cuts = []struct {
 }
 
 // wholeCuts are those of a warm transaction without BEGIN and COMMIT, which is what calls with one lock make.
-var wholeCuts = []struct {
-	name    string
-	at      func(m wire.Message) bool
-	action  wire.Action
-	written bool // what was the case
-}{
-	{"before the lock statement reaches the server", beginsWhole, wire.CutBefore, false},
-	{"within the lock statement", beginsWhole, wire.CutWithin, false},
-	{"before the end of the write reaches the server", endsWrite, wire.CutBefore, false},
-	{"within the end of the write", endsWrite, wire.CutWithin, false},
-	{"after the end of the write has reached the server", endsWrite, wire.CutAfter, true},
-	{"before the first answer", isAnswer, wire.CutBefore, true},
-	{"within the first answer", isAnswer, wire.CutWithin, true},
-	{"after the first answer", isAnswer, wire.CutAfter, true},
-	{"before the end of the answers", endsAnswers, wire.CutBefore, true},
-	{"within the end of the answers", endsAnswers, wire.CutWithin, true},
+var wholeCuts = []place{
+	{"before the lock statement reaches the server", beginsWhole, wire.CutBefore, false, false},
+	{"within the lock statement", beginsWhole, wire.CutWithin, false, false},
+	{"before the end of the write reaches the server", endsWrite, wire.CutBefore, false, false},
+	{"within the end of the write", endsWrite, wire.CutWithin, false, false},
+	{"after the end of the write has reached the server", endsWrite, wire.CutAfter, false, true},
+	{"before the first answer", isAnswer, wire.CutBefore, false, true},
+	{"within the first answer", isAnswer, wire.CutWithin, false, true},
+	{"after the first answer", isAnswer, wire.CutAfter, false, true},
+	{"before the end of the answers", endsAnswers, wire.CutBefore, false, true},
+	{"within the end of the answers", endsAnswers, wire.CutWithin, false, true},
 }
 
 // beginsWhole picks the message that brings the lock statement of a transaction without BEGIN.

@@ -488,13 +488,7 @@ func TestPipelineTogetherOutcomeIsUnknownWhenTheConnectionBreaks(t *testing.T) {
 	t.Parallel()
 	inEveryExecMode(t, func(t *testing.T, p *pipe) {
 		t.Helper()
-		for _, cut := range append(cuts, []struct {
-			name    string
-			at      func(m wire.Message) bool
-			action  wire.Action
-			early   bool
-			written bool
-		}{
+		for _, cut := range append(cuts, []place{
 			{"before an answer in the middle", isThirdInsert(), wire.CutBefore, false, true},
 			{"within an answer in the middle", isThirdInsert(), wire.CutWithin, false, true},
 			{"after an answer in the middle", isThirdInsert(), wire.CutAfter, false, true},

@@ -91,18 +91,28 @@ type Proxy struct {
 // Start starts a proxy in front of the server that connString, a URL, leads to. It ends with the test.
 func Start(t testing.TB, connString string) *Proxy {
 	t.Helper()
+	p, err := Open(t.Context(), connString)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(p.Close)
+	return p
+}
+
+// Open is [Start] without a test: the proxy lasts until [Proxy.Close].
+func Open(ctx context.Context, connString string) (*Proxy, error) {
 	config, err := pgconn.ParseConfig(connString)
 	if err != nil {
-		t.Fatal("wire:", err)
+		return nil, fmt.Errorf("wire: %w", err)
 	}
 	u, err := url.Parse(connString)
 	if err != nil || u.Host == "" && u.RawQuery == "" {
-		t.Fatal("wire: the connection string is not a URL")
+		return nil, errors.New("wire: the connection string is not a URL")
 	}
 	var lc net.ListenConfig
-	listener, err := lc.Listen(t.Context(), "tcp", "127.0.0.1:0")
+	listener, err := lc.Listen(ctx, "tcp", "127.0.0.1:0")
 	if err != nil {
-		t.Fatal("wire:", err)
+		return nil, fmt.Errorf("wire: %w", err)
 	}
 
 	p := &Proxy{listener: listener, links: make(map[*link]struct{})}
@@ -117,8 +127,7 @@ func Start(t testing.TB, connString string) *Proxy {
 	p.url = u.String()
 
 	p.running.Go(p.accept)
-	t.Cleanup(p.close)
-	return p
+	return p, nil
 }
 
 // URL leads to the same database through the proxy, without TLS.
@@ -163,16 +172,24 @@ func (p *Proxy) CutAll() {
 	links := slices.Collect(maps.Keys(p.links))
 	p.mu.Unlock()
 	for _, l := range links {
-		if client, ok := l.client.(*net.TCPConn); ok {
-			_ = client.SetLinger(0) // a reset, where an ordinary close would let one more write succeed
-		}
-		l.cut()
-		<-l.clientGone // Close takes effect when nobody is in Read any more
+		l.reset()
 	}
 }
 
-// close ends everything, at the end of the test.
-func (p *Proxy) close() {
+// Cut is [Proxy.CutAll] for one connection, if it is still there.
+func (p *Proxy) Cut(conn int) {
+	p.mu.Lock()
+	links := slices.Collect(maps.Keys(p.links))
+	p.mu.Unlock()
+	for _, l := range links {
+		if l.number == conn {
+			l.reset()
+		}
+	}
+}
+
+// Close ends everything, and waits until it has ended.
+func (p *Proxy) Close() {
 	p.mu.Lock()
 	p.closed = true
 	_ = p.listener.Close()
@@ -222,6 +239,15 @@ func (l *link) cut() {
 	l.once.Do(func() { close(l.ended) })
 	_ = l.client.Close()
 	_ = l.server.CloseWrite()
+}
+
+// reset cuts so that not even one more write of the client succeeds, as it would after an ordinary close.
+func (l *link) reset() {
+	if client, ok := l.client.(*net.TCPConn); ok {
+		_ = client.SetLinger(0)
+	}
+	l.cut()
+	<-l.clientGone // Close takes effect when nobody is in Read any more
 }
 
 func (p *Proxy) serve(accepted net.Conn) {

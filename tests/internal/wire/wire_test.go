@@ -155,6 +155,20 @@ func TestProxyCuts(t *testing.T) {
 	})
 }
 
+func TestProxyCutsOneConnection(t *testing.T) {
+	t.Parallel()
+	proxy, first, other := setup(t)
+	second := testdb.Conn(t, proxy.URL())
+	proxy.Cut(1)
+	_, err := first.Exec(t.Context(), insert)
+	require.Error(t, err)
+	require.True(t, pgconn.SafeToRetry(err), "%v", err)
+	_, err = second.Exec(t.Context(), insert)
+	require.NoError(t, err)
+	proxy.Cut(1) // which is gone
+	require.Equal(t, 1, count(t, other))
+}
+
 func TestProxyHolds(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
