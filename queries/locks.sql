@@ -167,10 +167,12 @@ SELECT
 -- says what it was. It is a statement of its own because the server starts the clock of statement_timeout before it
 -- runs a statement. What statement_timeout was is kept in a setting of the transaction; what lock_timeout was too, if
 -- the transaction is somebody else's and goes on. In one of latchkey's own, transaction_timeout is off: it would not
--- end the wait but the session.
+-- end the wait but the session. On a standby it raises 25006: an advisory lock can be had there too, but not that of the
+-- primary.
 --
 -- Locks: none. All settings are local to the transaction; each is kept before it is changed, from left to right.
 SELECT
+    CASE WHEN pg_catalog.pg_is_in_recovery() THEN latchkey.raise_error('25006', 'server is a standby') END,
     CASE
         WHEN NOT @own_transaction::boolean
             THEN pg_catalog.set_config('latchkey.lock_timeout', pg_catalog.current_setting('lock_timeout'), true)

@@ -34,6 +34,7 @@ type call struct {
 	ticket    ticket         // its place in the queue of this process
 	statement pipeline.Query // all that it runs, if that is one statement
 	err       error          // of the statement, if it ran together with those of other calls
+	readOnly  bool           // the server takes no writes, whatever the host's function made of that
 }
 
 // runOne is run for a rule that is one statement. Calls that wait for the same locks run together.
@@ -94,14 +95,18 @@ func (r *Repository) run(ctx context.Context, c *call, fn func(tx *pipeline.Tx) 
 	}
 	defer conn.Release()
 	err = c.explainIn(ctx, pipeline.Begin(conn.Conn()), conn.Conn(), fn)
-	if errors.Is(err, ErrReadOnly) {
+	if c.readOnly {
 		_ = conn.Conn().Close(ctx) // the next call's connection may reach the new primary
 	}
 	return err
 }
 
 func (c *call) explainIn(ctx context.Context, tx *pipeline.Tx, conn *pgx.Conn, fn func(tx *pipeline.Tx) error) error {
-	tx.Explain = func(err error) error { return c.classify(ctx, err, conn.IsClosed) }
+	tx.Explain = func(err error) error {
+		err = c.classify(ctx, err, conn.IsClosed)
+		c.readOnly = c.readOnly || errors.Is(err, ErrReadOnly)
+		return err
+	}
 	return c.runIn(ctx, tx, fn)
 }
 

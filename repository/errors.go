@@ -35,8 +35,8 @@ var (
 	// ErrSerialization means that a transaction could not be serialised with others. Nothing was written.
 	ErrSerialization = errors.New("serialization failure")
 
-	// ErrOutcomeUnknown means that the connection ended after COMMIT was sent and before its answer came: the
-	// call may or may not have been committed. With an idempotency key, make the same call again and it tells.
+	// ErrOutcomeUnknown means that the connection, or the context, ended after COMMIT was sent and before its answer
+	// came: the call may or may not have been committed. With an idempotency key, make the same call again and it tells.
 	ErrOutcomeUnknown = errors.New("outcome unknown")
 
 	// ErrConnectionLost means that no connection could be made, or it ended before COMMIT was sent. Nothing was
@@ -44,7 +44,8 @@ var (
 	ErrConnectionLost = errors.New("connection lost")
 
 	// ErrReadOnly means that the server takes no writes: it is a standby, a primary that was demoted, or its
-	// default_transaction_read_only is on. The connection is closed, so that the next call gets another one.
+	// default_transaction_read_only is on. The connection is closed, so that the next call gets another one; that of a
+	// transaction that was joined is the caller's to close.
 	ErrReadOnly = errors.New("server is read-only")
 
 	// ErrIsolation means that the transaction to join is not READ COMMITTED, or is READ ONLY.

@@ -54,6 +54,9 @@ func (r *Repository) runTogether(ctx context.Context, b *keyqueue.Batch[*call]) 
 
 	var busy *LockBusyError
 	reason := explain(first)
+	if conn != nil && errors.Is(reason, ErrReadOnly) {
+		_ = conn.Conn().Close(ctx) // as in run; alone, the calls may reach the new primary
+	}
 	switch {
 	case errors.As(reason, &busy) && (busy.Where != WhereRow || time.Since(first.started) >= first.timeout):
 		// It was the first one's time that ran out. Whose row it waited for is not known.

@@ -55,8 +55,12 @@ func startLocal(ctx context.Context, e env, wanted int, o Options) (*Server, err
 	if err != nil {
 		return nil, fmt.Errorf("pgserver: %w", err)
 	}
+	return launchOnFreePort(ctx, p, provider, o, nil)
+}
+
+func launchOnFreePort(ctx context.Context, p programs, provider string, o Options, primary *primary) (*Server, error) {
 	for try := 1; ; try++ {
-		s, err := launch(ctx, p, provider, o)
+		s, err := launch(ctx, p, provider, o, primary)
 		if errors.Is(err, errPortTaken) && try < portTries {
 			continue
 		}
@@ -91,8 +95,8 @@ func locate(ctx context.Context, e env, wanted int, o Options) (programs, string
 	return p, "server programs fetched into " + p.dir, nil
 }
 
-// launch makes a cluster and starts a server on it.
-func launch(ctx context.Context, p programs, provider string, o Options) (_ *Server, err error) {
+// launch makes a cluster, or takes that of a primary as it is now, and starts a server on it.
+func launch(ctx context.Context, p programs, provider string, o Options, of *primary) (_ *Server, err error) {
 	cred, err := otherUser()
 	if err != nil {
 		return nil, err
@@ -113,8 +117,15 @@ func launch(ctx context.Context, p programs, provider string, o Options) (_ *Ser
 	if err != nil {
 		return nil, err
 	}
-	password := randomHex(16)
-	if err := giveFile(filepath.Join(dir, "password"), password+"\n", cred); err != nil {
+	var password string
+	if of == nil {
+		password = randomHex(16)
+		err = giveFile(filepath.Join(dir, "password"), password+"\n", cred)
+	} else {
+		password = of.password
+		err = of.copyTo(ctx, filepath.Join(dir, "data"), cred)
+	}
+	if err != nil {
 		return nil, err
 	}
 	port, err := freePort()
@@ -178,6 +189,9 @@ func launch(ctx context.Context, p programs, provider string, o Options) (_ *Ser
 			return err
 		},
 	}
+	s.standby = func(ctx context.Context, o Options) (*Server, error) {
+		return launchOnFreePort(ctx, p, "a standby, "+provider, o, &primary{s.url, filepath.Join(dir, "data"), port, password})
+	}
 	if err := s.waitReady(ctx, gone); err != nil {
 		log := logEnd(filepath.Join(dir, "log"))
 		if strings.Contains(log, "could not bind") { // initdb ran with the C locale, so messages are English
@@ -186,6 +200,45 @@ func launch(ctx context.Context, p programs, provider string, o Options) (_ *Ser
 		return nil, errors.Join(fmt.Errorf("%w\nthe end of its log:\n%s", err, log), s.Close())
 	}
 	return s, nil
+}
+
+// primary is a server that a standby follows.
+type primary struct {
+	url, data string
+	port      int
+	password  string
+}
+
+// copyTo copies the primary's data while it runs, as pg_basebackup does, which not every installation has: what changes
+// under the copy is in the log that the standby asks the primary for.
+func (p *primary) copyTo(ctx context.Context, data string, cred *syscall.Credential) error {
+	conn, err := pgx.Connect(ctx, p.url)
+	if err != nil {
+		return err
+	}
+	defer conn.Close(context.WithoutCancel(ctx))
+	if _, err := conn.Exec(ctx, "SELECT pg_catalog.pg_backup_start('standby', true)"); err != nil {
+		return err
+	}
+	if _, err := runAs(ctx, cred, "/bin/sh", "-c", `umask 077 && cp -R "$1" "$2" && rm -f "$2/postmaster.pid"`, "sh", p.data, data); err != nil {
+		return err
+	}
+	var label string
+	if err := conn.QueryRow(ctx, "SELECT labelfile FROM pg_catalog.pg_backup_stop(false)").Scan(&label); err != nil {
+		return err
+	}
+	for name, content := range map[string]string{
+		"backup_label":   label,
+		"standby.signal": "",
+		// In a file, because anybody may read the arguments of a program.
+		"postgresql.auto.conf": fmt.Sprintf("primary_conninfo = 'host=127.0.0.1 port=%d user=%s password=%s application_name=standby'\n",
+			p.port, role, p.password),
+	} {
+		if err := giveFile(filepath.Join(data, name), content, cred); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func settings(dir string, port int, o Options) []string {

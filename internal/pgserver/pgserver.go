@@ -53,6 +53,7 @@ type Server struct {
 	url      string
 	stop     func() error
 	signal   func(name string) error // has the server end by a signal, and start again; nil if it is not started here
+	standby  func(ctx context.Context, o Options) (*Server, error)
 
 	mu       sync.Mutex // one caller makes the template, the others wait for it
 	template string     // empty until it is known to be there
@@ -188,6 +189,16 @@ func (s *Server) Restart(ctx context.Context, immediate bool) error {
 		case <-time.After(25 * time.Millisecond):
 		}
 	}
+}
+
+// Standby starts a hot standby of a server that was started here, with the data and the password of that. It follows by
+// streaming replication, asynchronously until the primary's synchronous_standby_names says otherwise, where it is called
+// standby. It is a server of its own: it outlives its primary, and SELECT pg_promote() makes it one.
+func (s *Server) Standby(ctx context.Context, o Options) (*Server, error) {
+	if s.standby == nil {
+		return nil, errors.New("pgserver: standby: the server was not started here")
+	}
+	return s.standby(ctx, o)
 }
 
 // started returns when the server that answers was started.

@@ -148,8 +148,48 @@ func TestPortThatIsTakenIsRecognised(t *testing.T) {
 	p, provider, err := locate(t.Context(), localEnv(""), 0, Options{})
 	require.NoError(t, err)
 
-	_, err = launch(t.Context(), p, provider, Options{Settings: map[string]string{"port": port}})
+	_, err = launch(t.Context(), p, provider, Options{Settings: map[string]string{"port": port}}, nil)
 	require.ErrorIs(t, err, errPortTaken)
+}
+
+func TestStandby(t *testing.T) {
+	t.Parallel()
+	primary, err := start(t.Context(), localEnv(""), Options{})
+	require.NoError(t, err)
+	defer primary.Close()
+	writer := connect(t, primary.URL())
+	_, err = writer.Exec(t.Context(), "CREATE TABLE public.t AS SELECT 'before' AS at")
+	require.NoError(t, err)
+	standby, err := primary.Standby(t.Context(), Options{Settings: map[string]string{"work_mem": "5MB"}})
+	require.NoError(t, err)
+	defer standby.Close()
+	require.Equal(t, primary.Version(), standby.Version())
+	require.Equal(t, "a standby, "+primary.Provider(), standby.Provider())
+
+	_, err = writer.Exec(t.Context(), "INSERT INTO public.t VALUES ('after')")
+	require.NoError(t, err)
+	require.Equal(t, "standby", ask[string](t, writer, "SELECT application_name FROM pg_stat_replication"))
+	reader := connect(t, standby.URL())
+	require.Equal(t, "5MB", ask[string](t, reader, "SHOW work_mem"))
+	require.Eventually(t, func() bool {
+		return ask[int](t, reader, "SELECT count(*) FROM public.t") == 2
+	}, readyWithin, 10*time.Millisecond)
+	_, err = reader.Exec(t.Context(), "INSERT INTO public.t VALUES ('here')")
+	require.True(t, hasCode(err, "25006"), "%v", err)
+
+	dir := folder(t, reader)
+	require.NotEqual(t, folder(t, writer), dir)
+	require.NoError(t, primary.Close())
+	require.True(t, ask[bool](t, reader, "SELECT pg_promote()"))
+	_, err = reader.Exec(t.Context(), "INSERT INTO public.t VALUES ('here')")
+	require.NoError(t, err)
+	require.NoError(t, standby.Close())
+	require.NoDirExists(t, dir)
+
+	used, err := Use(t.Context(), server(t).URL(), "somebody's", Options{})
+	require.NoError(t, err)
+	_, err = used.Standby(t.Context(), Options{})
+	require.ErrorContains(t, err, "was not started here")
 }
 
 func TestNewDatabase(t *testing.T) {

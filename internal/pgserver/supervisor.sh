@@ -16,7 +16,7 @@ start() {
 	server=$!
 }
 
-if "$bin/initdb" -D "$dir/data" -U "$role" -A scram-sha-256 --pwfile="$dir/password" \
+if [ -d "$dir/data" ] || "$bin/initdb" -D "$dir/data" -U "$role" -A scram-sha-256 --pwfile="$dir/password" \
 	-E UTF8 --locale=C --no-sync --no-instructions 3>&- </dev/null
 then
 	start "$@"

@@ -33,7 +33,7 @@ type BeforeError struct{ Err error }
 func (e *BeforeError) Error() string { return e.Err.Error() }
 func (e *BeforeError) Unwrap() error { return e.Err }
 
-// OutcomeError says that the connection ended after COMMIT was sent and before its answer came: the
+// OutcomeError says that the connection, or the context, ended after COMMIT was sent and before its answer came: the
 // transaction may or may not have been committed. Err is what ended it, perhaps the context's error.
 type OutcomeError struct{ Err error }
 

@@ -13,7 +13,8 @@ import (
 // statements after it and to COMMIT. Its Tx is locked by whoever calls it.
 type reply struct {
 	tx         *Tx
-	statements []statement // that were sent
+	statements []statement     // that were sent
+	ctx        context.Context // that they were sent with
 	results    pgx.BatchResults
 	cancel     context.CancelFunc
 	rows       pgx.Rows // of the query, if it has any
@@ -26,6 +27,7 @@ type reply struct {
 
 // send sends the statements, and reads the answers to the first n, which were queued before the query.
 func (r *reply) send(ctx context.Context, n int) {
+	r.ctx = ctx
 	r.results, r.cancel = r.tx.sendBounded(ctx, r.statements)
 	r.tx.open = r
 	err := r.tx.readBefore(r.results, n)
@@ -83,6 +85,11 @@ func (r *reply) finish(err error) error {
 		err = closeErr
 	}
 	preparedOn(r.tx.conn).ran(r.statements, err)
+	if committed && !r.tx.joined && r.ctx.Err() != nil {
+		// pgx may have asked the server to stop. A commit that waits for a standby then is said to be done without it, and
+		// is lost if the server is.
+		err = &OutcomeError{r.ctx.Err()}
+	}
 	if err != nil {
 		err = r.fail(err)
 	}
@@ -102,7 +109,7 @@ func (r *reply) fail(err error) error {
 	if r.last && !r.tx.joined && r.tx.conn.IsClosed() && !r.uncommitted(err) {
 		err = &OutcomeError{err}
 	}
-	fatal := errors.As(err, new(*BeforeError)) ||
+	fatal := errors.As(err, new(*BeforeError)) || errors.As(err, new(*OutcomeError)) ||
 		!r.ran && pgErr == nil || // it was not sent, which the server does not know
 		r.last && (pgErr != nil || r.tx.conn.IsClosed())
 	err = r.tx.explain(err)
