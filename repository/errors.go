@@ -179,6 +179,7 @@ var conditions = map[string]error{
 }
 
 const (
+	featureNotSupported   = "0A000"
 	lockNotAvailable      = "55P03"
 	queryCanceled         = "57014"
 	uniqueViolation       = "23505"
@@ -260,6 +261,10 @@ func (c *call) classify(ctx context.Context, err error, lost func() bool) error 
 
 	case pgErr.Code == invalidParameterValue && !c.foreign && before == nil:
 		return fmt.Errorf("%w: %w", errTimeZone, err)
+
+	case pgErr.Code == featureNotSupported && pgErr.Routine == "GetSerializableTransactionSnapshot":
+		// A session whose default is SERIALIZABLE cannot even prepare a statement on a standby.
+		return fmt.Errorf("%w: %w", ErrReadOnly, err)
 
 	case conditions[pgErr.Code] != nil:
 		return fmt.Errorf("%w: %w", conditions[pgErr.Code], err)

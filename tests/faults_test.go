@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net"
+	"os"
 	"sync"
 	"testing"
 	"time"
@@ -18,6 +19,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/latchkey-go/latchkey/internal/pgserver"
 	"github.com/latchkey-go/latchkey/repository"
 	"github.com/latchkey-go/latchkey/tests/internal/testdb"
 	"github.com/latchkey-go/latchkey/tests/internal/wire"
@@ -528,6 +530,38 @@ func TestFaultsCancelledWithACancelRequestKeepsTheConnection(t *testing.T) {
 	_, err := f.repo.CreateSetup(t.Context(), user, nil)
 	require.NoError(t, err)
 	require.Equal(t, pid, pidOf(t, f.pool))
+}
+
+// A commit that waits for a synchronous standby is done on the primary. To be cancelled ends the wait, not the commit.
+func TestFaultsCommitThatWaitsForAStandby(t *testing.T) {
+	t.Parallel()
+	server, err := pgserver.Start(t.Context(), pgserver.Options{Own: true})
+	if err != nil && os.Getenv("LATCHKEY_DATABASE_URL") != "" {
+		t.Skip("this machine has no server programs, and the settings of the server that it was given are not this test's: ", err)
+	}
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, server.Close()) })
+	url, _, err := server.NewDatabase(t.Context())
+	require.NoError(t, err)
+	f := newFixture(t, url).withForeign(t, map[string]string{"synchronous_commit": "on"})
+	f.fill(t, 2, 4) // and now the connection is warm
+	_, err = f.observer.Exec(t.Context(), "ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
+	require.NoError(t, err)
+	_, err = f.observer.Exec(t.Context(), "SELECT pg_catalog.pg_reload_conf()")
+	require.NoError(t, err)
+	waitUntil(t, f.observer, "SELECT current_setting('synchronous_standby_names') = 'nobody'")
+
+	interrupted := func(how string) error {
+		create := inBackground(t, func() (*repository.SetupRequest, error) { return f.create(t, 4) })
+		waitUntil(t, f.observer, "SELECT coalesce(wait_event, '') = 'SyncRep' FROM pg_stat_activity WHERE pid = $1::bigint", int64(f.pid))
+		_, err := f.observer.Exec(t.Context(), "SELECT "+how+"($1)", int64(f.pid))
+		require.NoError(t, err)
+		_, err = create()
+		return err
+	}
+	require.NoError(t, interrupted("pg_cancel_backend"))
+	require.ErrorIs(t, interrupted("pg_terminate_backend"), repository.ErrOutcomeUnknown)
+	require.Equal(t, []int{1, 2, 3, 4}, slots(t, f.pool, f.user))
 }
 
 func TestFaultsClientThatHangs(t *testing.T) {

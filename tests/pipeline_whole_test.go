@@ -152,28 +152,32 @@ func TestPipelineWholeIsRefusedWhereTheSessionHasOtherDefaults(t *testing.T) {
 
 func TestPipelineWholeOutcomeIsUnknownWhenTheConnectionBreaks(t *testing.T) {
 	t.Parallel()
-	url := testdb.URL(t)
-	p := setupPipe(t, url)
-	ctx := t.Context()
-	for _, cut := range wholeCuts {
-		for _, way := range ways {
-			conn := p.acquire(t)
-			p.warm(t, conn.Conn(), addNote)
-			pid := conn.Conn().PgConn().PID()
-			p.proxy.On(once(cut.at, cut.action))
-			tx := p.whole(t, conn.Conn())
-			requireOutcomeError(t, way.make(ctx, tx.Last(), addNote, 1))
-			tx.Rollback(ctx)
-			p.requireReplaced(t, conn)
-			waitUntilGone(t, p.other, pid)
-			if cut.written {
-				p.requireNotes(t, 1)
-			} else {
-				p.requireNotes(t)
-			}
-			p.clear(t)
+	inEveryExecMode(t, func(t *testing.T, p *pipe) {
+		t.Helper()
+		if p.pool.Config().ConnConfig.DefaultQueryExecMode == pgx.QueryExecModeDescribeExec {
+			return // it has BEGIN and COMMIT
 		}
-	}
+		ctx := t.Context()
+		for _, cut := range wholeCuts {
+			for _, way := range ways {
+				conn := p.acquire(t)
+				p.warm(t, conn.Conn(), addNote)
+				pid := conn.Conn().PgConn().PID()
+				p.proxy.On(once(cut.at, cut.action))
+				tx := p.whole(t, conn.Conn())
+				requireOutcomeError(t, way.make(ctx, tx.Last(), addNote, 1))
+				tx.Rollback(ctx)
+				p.requireReplaced(t, conn)
+				waitUntilGone(t, p.other, pid)
+				if cut.written {
+					p.requireNotes(t, 1)
+				} else {
+					p.requireNotes(t)
+				}
+				p.clear(t)
+			}
+		}
+	})
 }
 
 func TestPipelineWholeWritesNothingAndKeepsTheConnectionWhenAStatementFails(t *testing.T) {
@@ -209,39 +213,105 @@ func TestPipelineWholeWritesNothingAndKeepsTheConnectionWhenAStatementFails(t *t
 }
 
 // That the session was ended before the last statement was done proves that nothing was committed. After that, nothing
-// says it: the commit has no answer of its own.
+// says it: the commit has no answer of its own. In the simple protocol it comes before the statement's.
 func TestPipelineWholeSaysWhetherTheOutcomeIsUnknownWhenTheServerEndsItsSession(t *testing.T) {
 	t.Parallel()
-	p := setupPipe(t, testdb.URL(t))
-	p.waitAtCommit(t)
-	for sql, unknown := range map[string]bool{addNote: false, addSlow: true} {
+	inEveryExecMode(t, func(t *testing.T, p *pipe) {
+		t.Helper()
+		p.waitAtCommit(t)
+		separate := true
+		switch p.pool.Config().ConnConfig.DefaultQueryExecMode {
+		case pgx.QueryExecModeSimpleProtocol, pgx.QueryExecModeDescribeExec: // which has COMMIT
+			separate = false
+		default:
+		}
+		for _, way := range ways {
+			for sql, atCommit := range map[string]bool{addNote: false, addSlow: true} {
+				conn := p.acquire(t)
+				p.warm(t, conn.Conn(), addNote, addSlow)
+				holdKey := p.key
+				if atCommit {
+					p.key-- // the call has its lock, and waits for the holder's in the trigger
+				}
+				holder := hold(t, p.url, holdKey)
+				pid := conn.Conn().PgConn().PID()
+				tx := p.whole(t, conn.Conn())
+				p.key = holdKey
+				failed := background(t, func() error { return way.make(t.Context(), tx.Last(), sql, 1) })
+				require.Equal(t, []uint32{pid}, testdb.WaitForWaiter(t, p.other, p.key, 1))
+				p.terminate(t, pid)
+				err := failed()
+				requireSQLState(t, "57P01", err)
+				if atCommit && separate {
+					requireOutcomeError(t, err)
+				} else {
+					requireNoOutcomeError(t, err)
+				}
+				tx.Rollback(t.Context())
+				require.NoError(t, holder.Rollback(t.Context()))
+				p.requireReplaced(t, conn)
+				p.requireNotes(t)
+			}
+		}
+	})
+}
+
+func (p *pipe) terminate(t *testing.T, pid uint32) {
+	t.Helper()
+	_, err := p.other.Exec(t.Context(), "SELECT pg_catalog.pg_terminate_backend($1)", int64(pid))
+	require.NoError(t, err)
+}
+
+// The end of a write commits nothing where a transaction is open already.
+func TestPipelineWholeIsNotUsedInAnOpenTransaction(t *testing.T) {
+	t.Parallel()
+	inEveryExecMode(t, func(t *testing.T, p *pipe) {
+		t.Helper()
 		conn := p.acquire(t)
-		p.warm(t, conn.Conn(), addNote, addSlow)
-		holdKey := p.key
-		if unknown {
-			p.key-- // the call has its lock, and waits for the holder's in the trigger
+		p.warm(t, conn.Conn(), addNote)
+		for i, way := range ways {
+			_, err := conn.Exec(t.Context(), "BEGIN") // a host's hook
+			require.NoError(t, err)
+			require.NoError(t, way.make(t.Context(), p.whole(t, conn.Conn()).Last(), addNote, 10*i+1))
+
+			tx := p.whole(t, conn.Conn())
+			require.NoError(t, way.make(t.Context(), tx, addNote, 10*i+2))
+			require.NoError(t, way.make(t.Context(), tx.Last(), addNote, 10*i+3))
+
+			tx = p.whole(t, conn.Conn())
+			require.NoError(t, way.make(t.Context(), tx, addNote, 10*i+4))
+			require.NoError(t, tx.Commit(t.Context()))
 		}
-		holder := hold(t, p.url, holdKey)
-		pid := conn.Conn().PgConn().PID()
-		tx := p.whole(t, conn.Conn())
-		p.key = holdKey
-		failed := background(t, func() error {
-			_, err := tx.Last().Exec(t.Context(), sql, 1)
-			return err
-		})
-		require.Equal(t, []uint32{pid}, testdb.WaitForWaiter(t, p.other, p.key, 1))
-		_, err := p.other.Exec(t.Context(), "SELECT pg_catalog.pg_terminate_backend($1)", int64(pid))
-		require.NoError(t, err)
-		err = failed()
-		requireSQLState(t, "57P01", err)
-		if unknown {
-			requireOutcomeError(t, err)
-		} else {
+		p.requireNotes(t, 1, 2, 3, 4, 11, 12, 13, 14, 21, 22, 23, 24)
+		require.Empty(t, testdb.Holders(t, p.other, p.key))
+		p.requireKept(t, conn)
+	})
+}
+
+// Where pgx asks what the rows look like, the answer to that comes before the statement has run.
+func TestPipelineWholeWasNotCommittedWhereTheServerEndsItsSessionInTheStatement(t *testing.T) {
+	t.Parallel()
+	inEveryExecMode(t, func(t *testing.T, p *pipe) {
+		t.Helper()
+		for _, way := range ways {
+			conn := p.acquire(t)
+			p.warm(t, conn.Conn(), addNote)
+			pid := conn.Conn().PgConn().PID()
+			writer, err := testdb.Conn(t, p.url).Begin(t.Context())
+			require.NoError(t, err)
+			_, err = writer.Exec(t.Context(), addNote, 1)
+			require.NoError(t, err)
+			tx := p.whole(t, conn.Conn())
+			failed := background(t, func() error { return way.make(t.Context(), tx.Last(), addNote, 1) })
+			testdb.WaitForLockWait(t, p.other, pid)
+			p.terminate(t, pid)
+			err = failed()
+			requireSQLState(t, "57P01", err)
 			requireNoOutcomeError(t, err)
+			tx.Rollback(t.Context())
+			require.NoError(t, writer.Rollback(t.Context()))
+			p.requireReplaced(t, conn)
+			p.requireNotes(t)
 		}
-		tx.Rollback(t.Context())
-		require.NoError(t, holder.Rollback(t.Context()))
-		p.requireReplaced(t, conn)
-		p.requireNotes(t)
-	}
+	})
 }

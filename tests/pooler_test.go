@@ -83,7 +83,8 @@ var notThroughPooler = []struct {
 		TestAccountLocks/are_those
 		TestPoolProtection/is_needed`},
 	{why: "see the pooler, not the server, take COMMIT before the cut, and drop it", tests: `
-		TestFaultsOutcomeIsUnknownWhen`},
+		TestFaultsOutcomeIsUnknownWhen
+		TestOutcomesOfEveryWrite`},
 	{why: "spoil prepared statements, for which the pooler has other errors and keeps some", tests: `
 		TestRoundTripsStatementsThatBecameUseless`},
 	{why: "prepare statements and leave them", tests: `

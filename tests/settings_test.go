@@ -1,8 +1,11 @@
 package tests
 
 import (
+	"context"
 	"fmt"
 	"maps"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -12,6 +15,7 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
+	"github.com/latchkey-go/latchkey/internal/pgserver"
 	"github.com/latchkey-go/latchkey/repository"
 	"github.com/latchkey-go/latchkey/tests/internal/testdb"
 )
@@ -247,6 +251,63 @@ func TestSettingsWithTransactionTimeout(t *testing.T) {
 	require.NoError(t, holder.Rollback(t.Context()))
 	_, err = f.create(t, 1)
 	require.NoError(t, err)
+}
+
+// A hook of the pool's may leave a transaction open. What a call says is written must be committed all the same.
+func TestSettingsWithATransactionLeftOpen(t *testing.T) {
+	t.Parallel()
+	f := newFixture(t, testdb.URL(t))
+	pool := testdb.PoolAt(t, f.url, maxConns(1), func(c *pgxpool.Config) {
+		c.PrepareConn = func(ctx context.Context, conn *pgx.Conn) (bool, error) {
+			_, err := conn.Exec(ctx, "BEGIN")
+			return true, err
+		}
+	})
+	repo, err := repository.New(pool)
+	require.NoError(t, err)
+	for i := range 3 { // the first prepares
+		s, err := repo.CreateSetup(t.Context(), f.user, &repository.CreateSetupOpts{MaxPending: 3})
+		require.NoError(t, err)
+		require.Equal(t, i+1, f.slot(t, s.ID))
+	}
+}
+
+// What a session's own defaults make of a standby must not hide that it is one: after the failover, the same pool works.
+func TestSettingsOnAStandby(t *testing.T) {
+	t.Parallel()
+	server, err := pgserver.Start(t.Context(), pgserver.Options{Own: true})
+	if err != nil && os.Getenv("LATCHKEY_DATABASE_URL") != "" {
+		t.Skip("this machine has no server programs, and the server that it was given is not for this test to stop: ", err)
+	}
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, server.Close()) })
+	url, _, err := server.NewDatabase(t.Context())
+	require.NoError(t, err)
+	var data string
+	require.NoError(t, testdb.Conn(t, url).QueryRow(t.Context(), "SHOW data_directory").Scan(&data))
+	require.NoError(t, os.WriteFile(filepath.Join(data, "standby.signal"), nil, 0o600))
+	require.NoError(t, os.Chmod(filepath.Join(data, "standby.signal"), 0o644)) // the server may run as somebody else
+	require.NoError(t, server.Restart(t.Context(), false))
+
+	var services []*repository.Repository
+	for _, level := range []string{"read committed", "repeatable read", "serializable"} {
+		for _, mode := range execModes {
+			repo, err := repository.New(testdb.PoolAt(t, url, maxConns(1), withExecMode(mode),
+				withSettings(map[string]string{"default_transaction_isolation": level})))
+			require.NoError(t, err)
+			for range 2 {
+				_, err = repo.CreateSetup(t.Context(), uuid.New(), nil)
+				require.ErrorIs(t, err, repository.ErrReadOnly, "%s, %v", level, mode)
+			}
+			services = append(services, repo)
+		}
+	}
+	_, err = testdb.Conn(t, url).Exec(t.Context(), "SELECT pg_catalog.pg_promote()")
+	require.NoError(t, err)
+	for _, repo := range services {
+		_, err := repo.CreateSetup(t.Context(), uuid.New(), nil)
+		require.NoError(t, err)
+	}
 }
 
 // Operators have schemas too, though nobody writes them. An operator for exactly the types at hand wins even over

@@ -628,6 +628,47 @@ func TestSetupWriterWithoutTheLock(t *testing.T) {
 	})
 }
 
+// To end a request takes no lock, so the others of the user may end between the count and the insert.
+func TestSetupIsCreatedWhileOthersEnd(t *testing.T) {
+	t.Parallel()
+	const limit, key = 7, 77
+	url := testdb.URL(t)
+	testdb.Exec(t, url, fmt.Sprintf(`
+		CREATE FUNCTION public.wait() RETURNS trigger LANGUAGE plpgsql AS $$
+		BEGIN PERFORM pg_catalog.pg_advisory_xact_lock(%d); RETURN NEW; END $$`, key), fmt.Sprintf(`
+		CREATE TRIGGER wait BEFORE INSERT ON latchkey.setup_requests
+		FOR EACH ROW WHEN (NEW.max_pending = %d) EXECUTE FUNCTION public.wait()`, limit))
+	local := newFixture(t, url)
+	past := newFixture(t, url)
+	for _, gap := range []bool{false, true} {
+		f := local.withNewUser(t)
+		want, pending := 4, f.fill(t, 3, limit-1)
+		if gap {
+			_, err := f.repo.CompleteSetup(t.Context(), pending[1].ID)
+			require.NoError(t, err)
+			want, pending = 2, []repository.SetupRequest{pending[0], pending[2]}
+		}
+		holder := hold(t, url, key)
+		create := inBackground(t, func() (*repository.SetupRequest, error) { return f.create(t, limit) })
+		testdb.WaitForWaiter(t, f.observer, key, 1)
+		for _, s := range pending {
+			_, err := past.repo.CompleteSetup(t.Context(), s.ID)
+			require.NoError(t, err)
+		}
+		_, err := f.observer.Exec(t.Context(), "INSERT INTO latchkey.setup_requests (user_id) VALUES ($1)", f.user) // into slot 1
+		require.NoError(t, err)
+		require.NoError(t, holder.Rollback(t.Context()))
+		s, err := create()
+		require.NoError(t, err)
+		require.Equal(t, want, f.slot(t, s.ID))
+
+		f.fill(t, limit-3, limit-1)
+		_, err = f.create(t, limit-1)
+		requireLimit(t, err, limit-1, limit-1)
+		require.Equal(t, []int{1, 2, 3, 4, 5, 6}, slots(t, f.pool, f.user))
+	}
+}
+
 func TestSetupList(t *testing.T) {
 	t.Parallel()
 	url := testdb.URL(t)

@@ -119,7 +119,8 @@ func (tx *Tx) Before() db.DBTX { return queue{&tx.before} }
 // Whole returns a [db.DBTX] whose Exec queues a statement that does the work of all that Before queued, BEGIN included,
 // where everything goes to the server in one write: then the transaction that the server itself begins with a write and
 // commits at its end is enough, and BEGIN and COMMIT are two messages less. The statement must read no table, and raise
-// SQLSTATE 25000 where such a transaction is not what BEGIN would have made; then the connection never tries again.
+// SQLSTATE 25000 where such a transaction is not what BEGIN would have made; then the connection never tries again. What
+// After queues is not sent with it.
 func (tx *Tx) Whole() db.DBTX { return queue{&tx.whole} }
 
 // After returns a [db.DBTX] whose Exec queues a statement to be sent between the last query and the end.
@@ -243,7 +244,9 @@ func (tx *Tx) start(ctx context.Context, queries []statement, last bool) *reply 
 		}
 	}
 	p := preparedOn(tx.conn)
-	if last && len(tx.whole) > 0 && !tx.Foreign && !p.notWhole && p.covers(queries) {
+	// In a transaction that is open already, this one's or one that the host left, the end of the write commits nothing.
+	idle := tx.conn.PgConn().TxStatus() == 'I'
+	if last && len(tx.whole) > 0 && idle && !tx.Foreign && !p.notWhole && p.covers(queries) {
 		if err := p.name(ctx, tx.conn, tx.whole); err != nil {
 			tx.failed = tx.explain(&BeforeError{err})
 			return &reply{tx: tx, done: true, err: tx.failed}

@@ -127,7 +127,12 @@ func (r *reply) uncommitted(err error) bool {
 	var pgErr *pgconn.PgError
 	return pgconn.SafeToRetry(err) ||
 		errors.As(err, new(pgx.ErrPreprocessingBatch)) ||
-		errors.As(err, &pgErr) && pgErr.Routine == "ProcessInterrupts" && (!r.whole || !r.ran)
+		errors.As(err, &pgErr) && pgErr.Routine == "ProcessInterrupts" && (!r.whole || !r.answered())
+}
+
+// answered tells whether the query's answer came to its end. That it has rows is told before it has run.
+func (r *reply) answered() bool {
+	return r.ran && (r.rows == nil || r.rows.CommandTag() != pgconn.CommandTag{})
 }
 
 // finishLast reads the answers that follow the last query's, up to that of the commit.
