@@ -1,7 +1,7 @@
 # Works with GNU Make 3.81, which macOS has, and with any sh. `make help` lists the targets.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test/matrix test/docker test/poolers test/mutants test/faults soak bench generate verify \
+.PHONY: help demo test test/matrix test/docker test/poolers test/mutants test/faults test/fuzz soak bench generate verify \
 	verify/generated verify/modules verify/format verify/queries lint fmt tidy clean ci
 
 # The versions are pinned in internal/tools/go.mod: a module of its own, so that no host of latchkey sees
@@ -16,6 +16,10 @@ PGBOUNCER_SUITES := bookworm forky
 
 # For instance: make test TESTFLAGS='-run TestKeys -v'. LATCHKEY_LONG=1 in the environment makes the load tests long.
 TESTFLAGS :=
+
+# How often each fuzz test of a folder is tried, in all about a minute. A number of tries and not a time, since a time may
+# be over before the seeds have been.
+FUZZ := internal/lockkey=20000x repository=20000x tests=500x
 
 # Shell code that sets race to -race if the race detector can work here.
 FIND_RACE = cc=$$(go env CC); race=; \
@@ -76,6 +80,18 @@ test/poolers: ## run the black-box tests through PgBouncer, an old and a new one
 
 test/mutants: ## break the code on purpose, one way at a time, and see a test turn red
 	@bash .ci/mutants
+
+# Each target by itself, since a run fuzzes one; with one worker, which for some starts a server of its own.
+test/fuzz: ## look for input that breaks what the fuzz tests say (FUZZ=tests=1h)
+	@tmp=$$(mktemp -d) || exit 1; trap 'rm -rf "$$tmp"' EXIT; trap 'exit 130' INT TERM; status=0; \
+	for each in $(FUZZ); do dir=$${each%%=*}; \
+		(cd $$dir && go test -c -fuzz . -o "$$tmp/fuzz") || { status=1; continue; }; \
+		for target in $$(sed -n 's/^func \(Fuzz[A-Za-z]*\).*/\1/p' $$dir/*_test.go); do \
+			echo "==> $$target in $$dir"; \
+			(cd $$dir && "$$tmp/fuzz" -test.run '^$$' -test.fuzz "^$$target\$$" -test.fuzztime $${each#*=} \
+				-test.parallel 1 -test.fuzzcachedir "$$tmp/cache") || status=1; \
+		done; \
+	done; exit $$status
 
 test/faults: ## kill, cut, stop and cancel everything for 2 minutes, and check each call and the database
 	@cd tests && go run ./faults -for 2m

@@ -40,10 +40,16 @@ func (o *ListOpts) page() (limit int32, after Cursor, err error) {
 	switch {
 	case after == (Cursor{}):
 		after = afterAll
-	case after.CreatedAt.IsZero() || after.ID == uuid.Nil:
+	case !isOfRow(after.CreatedAt) || after.ID == uuid.Nil:
 		return 0, Cursor{}, &InvalidError{"After", "must be the Cursor of a row"}
 	}
 	return limit, after, nil
+}
+
+// isOfRow tells whether a time can be one that the server's clock gave a row. What is far from that, pgx would send as
+// another time: its count of microseconds overflows.
+func isOfRow(at time.Time) bool {
+	return at.UTC().Year() > 1 && at.UTC().Year() <= afterAll.CreatedAt.Year()
 }
 
 const (

@@ -62,6 +62,11 @@ func runOne[T any](ctx context.Context, r *Repository, c *call, query func(conte
 // In the caller's transaction a savepoint stands for BEGIN, and its release for COMMIT. If the call fails, all
 // of it is undone, the locks too, and the transaction can be used on, unless its connection is lost.
 func (r *Repository) run(ctx context.Context, c *call, fn func(tx *pipeline.Tx) error) error {
+	if len(c.locks) > 0 && c.outer == nil {
+		if err := r.requireExclusion(ctx, c); err != nil {
+			return err
+		}
+	}
 	if err := c.start(ctx); err != nil {
 		return err
 	}

@@ -54,6 +54,11 @@ var (
 	// ErrIdempotencyConflict means that the idempotency key was used before, with other parameters.
 	ErrIdempotencyConflict = errors.New("idempotency key was used with other parameters")
 
+	// ErrUnsafeServer means that two connections made as the pool makes its own could hold the same advisory lock at
+	// once, or that there is none to be had: the server is not PostgreSQL, or they lead to different servers. Nothing
+	// was written, and no rule would hold. See [Repository.Check].
+	ErrUnsafeServer = errors.New("server does not exclude by advisory locks")
+
 	// ErrTooManyLocks means that the server's lock table is full.
 	ErrTooManyLocks = errors.New("too many locks")
 
@@ -112,7 +117,7 @@ type LockBusyError struct {
 	Namespace string        // of the lock; empty for a call that takes none
 	Waited    time.Duration // from the start of the call
 	Where     string        // what it waited for, one of the Where constants
-	Err       error         // the server's *[pgconn.PgError], or what the queue says; nil if its time was over
+	Err       error         // the server's *[pgconn.PgError], or what the queue or the proof of the first use says; nil if its time was over
 }
 
 // Where a call was waiting when it gave up.
@@ -187,6 +192,8 @@ const (
 	checkViolation        = "23514"
 	numericOutOfRange     = "22003"
 	invalidParameterValue = "22023"
+	insufficientPrivilege = "42501"
+	undefinedFunction     = "42883"
 )
 
 // Constraints that stand behind a rule. The host's own may have the same names, in another schema.

@@ -17,7 +17,7 @@ import (
 var sentinels = []error{
 	ErrPendingExists, ErrDailyLimit, ErrInsufficientFunds, ErrLockBusy, ErrDeadlock, ErrSerialization, ErrOutcomeUnknown,
 	ErrConnectionLost, ErrReadOnly, ErrIsolation, ErrIdempotencyConflict, ErrTooManyLocks, ErrLockOrder, ErrNotFound,
-	ErrNotPending, ErrInvalid, context.Canceled, context.DeadlineExceeded,
+	ErrNotPending, ErrInvalid, ErrUnsafeServer, context.Canceled, context.DeadlineExceeded,
 }
 
 // requireIs checks that err is each of want and no other sentinel, also when it is wrapped.

@@ -438,7 +438,7 @@ func (r *Repository) ListDeadLetters(ctx context.Context, o *DeadLetterOpts) (_ 
 	switch {
 	case after == (DeadLetterCursor{}):
 		after = DeadLetterCursor{afterAll.CreatedAt, math.MaxInt64}
-	case after.DiedAt.IsZero() || after.EventID <= 0:
+	case !isOfRow(after.DiedAt) || after.EventID <= 0:
 		return nil, &InvalidError{"After", "must be the Cursor of a dead letter"}
 	}
 	var rows []db.OutboxListDeadRow

@@ -3,7 +3,8 @@
 // runs as lock, check, write in one short READ COMMITTED transaction, whatever the default isolation level is.
 //
 // A call costs one network round trip, once the connection has prepared its statements: a few more the first time,
-// and always where pgx's query exec mode is describe_exec. The lock is pg_advisory_xact_lock on [Key], and is held
+// and always where pgx's query exec mode is describe_exec. The first call that takes a lock also proves that the server
+// excludes by it, which [Repository.Check] does too, or returns [ErrUnsafeServer]. The lock is pg_advisory_xact_lock on [Key], and is held
 // for the server's work only. Waiting for it is bounded: [WithLockTimeout]. What bounds the network is the context:
 // a server that never answers is waited for as long as that lasts.
 //
@@ -61,6 +62,8 @@ type Repository struct {
 	describes   bool // pgx's mode is describe_exec
 
 	lockOrderCheck bool
+
+	exclusion exclusion
 }
 
 // Option is a setting for [New].

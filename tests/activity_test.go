@@ -4,7 +4,6 @@ import (
 	"context"
 	"math"
 	"slices"
-	"strings"
 	"testing"
 	"time"
 
@@ -221,89 +220,4 @@ func TestActivityOfForeignLocks(t *testing.T) {
 		require.NoError(t, hold.Rollback(t.Context()))
 		require.NoError(t, wait())
 	})
-}
-
-// The role of the service owns nothing, and has what README.md grants it.
-func TestActivityAndGuardAsTheServicesRole(t *testing.T) {
-	t.Parallel()
-	url := itemsURL(t)
-	role := "app_" + strings.ReplaceAll(uuid.NewString(), "-", "")
-	testdb.Exec(t, url, "CREATE ROLE "+role, "GRANT SELECT, INSERT ON public.items TO "+role)
-	t.Cleanup(func() {
-		conn, err := pgx.Connect(context.Background(), url)
-		if err != nil {
-			t.Error(err)
-			return
-		}
-		defer conn.Close(context.Background())
-		if _, err := conn.Exec(context.Background(), "DROP OWNED BY "+role+"; DROP ROLE "+role); err != nil {
-			t.Error(err)
-		}
-	})
-	grants := readmeGrants(t)
-	for i, grant := range grants {
-		grants[i] = strings.ReplaceAll(grant, " TO app", " TO "+role)
-	}
-	testdb.Exec(t, url, grants...)
-
-	asRole := func(c *pgxpool.Config) {
-		c.AfterConnect = func(ctx context.Context, conn *pgx.Conn) error {
-			_, err := conn.Exec(ctx, "SET ROLE "+role)
-			return err
-		}
-	}
-	g := newGuardedOn(t, url, testdb.PoolAt(t, url, maxConns(1), asRole))
-	require.NoError(t, g.guard(t, insertWithin(1, g.owner)))
-	requireBusy(t, func() error {
-		hold(t, url, itemKey(t, g.owner+" 2"))
-		return g.repo.TryGuard(t.Context(), []repository.Lock{items.Shared(g.owner + " 2")}, func(context.Context, *repository.Tx) error { return nil })
-	}(), repository.WhereAdvisory)
-	require.NoError(t, pgx.BeginFunc(t.Context(), g.pool, func(tx pgx.Tx) error {
-		return g.repo.GuardTx(t.Context(), tx, []repository.Lock{g.lock})
-	}))
-	ordered, err := repository.New(g.pool, repository.WithLockOrderCheck())
-	require.NoError(t, err)
-	require.NoError(t, pgx.BeginFunc(t.Context(), g.pool, func(tx pgx.Tx) error {
-		return ordered.GuardTx(t.Context(), tx, []repository.Lock{g.lock})
-	}))
-
-	activity, err := g.repo.LockActivity(t.Context())
-	require.NoError(t, err)
-	require.Len(t, activity, 1)
-	require.Equal(t, itemKey(t, g.owner+" 2"), activity[0].Lock.Key)
-	require.True(t, activity[0].Granted)
-	require.NotEmpty(t, activity[0].Role)
-
-	event := &repository.Event{Topic: "role"}
-	_, err = g.repo.CreateSetup(t.Context(), uuid.New(), &repository.CreateSetupOpts{Event: event})
-	require.NoError(t, err)
-	account, err := g.repo.OpenAccount(t.Context(), repository.OpenAccountParams{OwnerID: uuid.New()})
-	require.NoError(t, err)
-	_, err = g.repo.Deposit(t.Context(), repository.DepositParams{AccountID: account.ID, Amount: 1, Event: event})
-	require.NoError(t, err)
-	claimed, err := g.repo.ClaimEvents(t.Context(), repository.ClaimParams{Worker: "w"})
-	require.NoError(t, err)
-	require.Len(t, claimed, 2)
-	require.NoError(t, g.repo.CompleteEvent(t.Context(), claimed[0].Claim))
-	require.NoError(t, g.repo.RetryEvent(t.Context(), claimed[1].Claim, 0, nil))
-	_, err = g.repo.PurgeEvents(t.Context(), time.Hour, 1)
-	require.NoError(t, err)
-	lease, err := g.repo.AcquireLease(t.Context(), repository.LeaseParams{Name: "role"})
-	require.NoError(t, err)
-	require.NoError(t, g.repo.RenewLease(t.Context(), lease, 0))
-	require.NoError(t, g.repo.ReleaseLease(t.Context(), lease))
-}
-
-// readmeGrants returns the GRANT statements of README.md.
-func readmeGrants(t *testing.T) (grants []string) {
-	t.Helper()
-	for _, text := range readFiles(t, "../README.md") {
-		for line := range strings.Lines(text) {
-			if statement, _, found := strings.Cut(line, ";"); found && strings.HasPrefix(line, "GRANT ") {
-				grants = append(grants, statement)
-			}
-		}
-	}
-	require.NotEmpty(t, grants, "README.md grants nothing")
-	return grants
 }

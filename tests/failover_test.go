@@ -34,12 +34,12 @@ type cluster struct {
 // failoverPatience bounds the wait for what takes two servers' work.
 const failoverPatience = 2 * patience
 
-// ownServer starts a server that a test may restart, kill and replicate.
-func ownServer(t *testing.T) *pgserver.Server {
+// ownServer starts a server with these settings, which a test may restart, kill and replicate.
+func ownServer(t *testing.T, settings map[string]string) *pgserver.Server {
 	t.Helper()
-	s, err := pgserver.Start(t.Context(), pgserver.Options{Own: true})
+	s, err := pgserver.Start(t.Context(), pgserver.Options{Own: true, Settings: settings})
 	if err != nil && (os.Getenv("LATCHKEY_DATABASE_URL") != "" || os.Getenv("LATCHKEY_POSTGRES") != "") {
-		t.Skipf("%s is neither to be killed nor replicated, and this machine has no server programs: %v", testdb.Server(t).Provider(), err)
+		t.Skipf("%s is not the test's own to set up, kill or replicate, and this machine has no server programs: %v", testdb.Server(t).Provider(), err)
 	}
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, s.Close()) })
@@ -49,7 +49,7 @@ func ownServer(t *testing.T) *pgserver.Server {
 // newCluster starts both servers. The standby follows when it returns, asynchronously.
 func newCluster(t *testing.T) *cluster {
 	t.Helper()
-	primary := ownServer(t)
+	primary := ownServer(t, nil)
 	c := &cluster{}
 	var err error
 	c.primary, _, err = primary.NewDatabase(t.Context())
@@ -782,7 +782,7 @@ func TestFailoverStandbyGivesNoLock(t *testing.T) {
 // restarted.
 func TestFailoverDemotedPrimary(t *testing.T) {
 	t.Parallel()
-	server := ownServer(t)
+	server := ownServer(t, nil)
 	url, _, err := server.NewDatabase(t.Context())
 	require.NoError(t, err)
 	pool := testdb.PoolAt(t, url, maxConns(3))
@@ -856,14 +856,18 @@ func TestFailoverCallsTogetherLeaveTheirConnection(t *testing.T) {
 	const old = inDatabase + 1
 	url := testdb.URL(t)
 	var connections atomic.Int32
-	l := newDeskOn(t, url, testdb.PoolAt(t, url, maxConns(1), func(c *pgxpool.Config) {
+	connections.Store(old)
+	pool := testdb.PoolAt(t, url, maxConns(1), func(c *pgxpool.Config) {
 		c.BeforeConnect = func(_ context.Context, one *pgx.ConnConfig) error {
 			if connections.Add(1) <= old {
 				one.RuntimeParams["default_transaction_read_only"] = "on"
 			}
 			return nil
 		}
-	}))
+	})
+	l := newDeskOn(t, url, pool)
+	pool.Reset()
+	connections.Store(0)
 	open := l.gate(t)
 	create := l.createSetup(repository.CreateSetupOpts{MaxPending: 10})
 	calls := enter(t, create, create, create, create, create)

@@ -174,6 +174,34 @@ func TestGeneratedStatementsLockOrReadNeverBoth(t *testing.T) {
 	}
 }
 
+// Every statement of the module is in queries/, where DBAs read it, and is checked by the tests above.
+func TestGeneratedStatementsAreTheOnlyOnesOfTheRepository(t *testing.T) {
+	t.Parallel()
+	for path, source := range readFiles(t, "../repository/*.go") {
+		if !strings.HasSuffix(path, "_test.go") {
+			require.NoError(t, checkNoSQL(source), path)
+		}
+	}
+	for _, bad := range []string{
+		`var sql = "SELECT 1"`,
+		"const sql = `\n  update latchkey.accounts set balance = 0`",
+		`func f(q db.DBTX) { q.Exec(ctx, strings.Repeat("X", 2)) }`,
+		`func f(tx pgx.Tx) { tx.QueryRow(ctx, fmt.Sprintf("%s", verb)) }`,
+		`func f(b *pgx.Batch) { b.Queue(other) }`,
+		`func f(tx pgx.Tx, sql string) { func() { tx.Query(ctx, sql + " LIMIT 1") }() }`,
+		`func f(c *pgx.Conn) { c.CopyFrom(ctx, table, columns, rows) }`,
+	} {
+		require.Error(t, checkNoSQL("package p\n"+bad), bad)
+	}
+	for _, good := range []string{
+		`var text = "selected: 1"`,
+		`func (t *Tx) Exec(ctx context.Context, sql string, args ...any) { t.tx.Exec(ctx, sql, args...) }`,
+		`func f(q *db.Queries) { q.SetupGet(ctx, id) }`,
+	} {
+		require.NoError(t, checkNoSQL("package p\n"+good), good)
+	}
+}
+
 func TestGeneratedCheckersSplitStatements(t *testing.T) {
 	t.Parallel()
 	require.Equal(t,
@@ -250,6 +278,40 @@ func checkLockAlone(sql string, relations []string) error {
 		}
 	}
 	return nil
+}
+
+var (
+	statementText = regexp.MustCompile(`(?i)^\s*(select\s|insert\s+into\s|update\s+\S+\s+(as\s+\w+\s+)?set\s|delete\s+from\s|with\s+(recursive\s+)?\w+\s+as\s|` +
+		`begin\b|commit\b|rollback\b|savepoint\s|set\s+(local|session)\s|listen\s|notify\s|call\s+[\w.]+\s*\(|do\s+\$|copy\s|truncate\s|lock\s+table\s|merge\s+into\s)`)
+	// takesSQL are the methods of pgx that take a statement, and which of their arguments it is.
+	takesSQL = map[string]int{"Exec": 1, "Query": 1, "QueryRow": 1, "Prepare": 2, "Queue": 0, "CopyFrom": 1}
+)
+
+// checkNoSQL finds a statement in Go code, and one that is sent without having come as the parameter sql.
+func checkNoSQL(source string) error {
+	file, err := parser.ParseFile(token.NewFileSet(), "", source, parser.SkipObjectResolution)
+	ast.Inspect(file, func(n ast.Node) bool {
+		if e, ok := n.(ast.Expr); ok {
+			if text, ok := constantString(e); ok && statementText.MatchString(text) {
+				err = fmt.Errorf("a statement outside of queries/: %s", text)
+			}
+		}
+		call, ok := n.(*ast.CallExpr)
+		if !ok {
+			return true
+		}
+		method, ok := call.Fun.(*ast.SelectorExpr)
+		if !ok {
+			return true
+		}
+		if at, ok := takesSQL[method.Sel.Name]; ok && at < len(call.Args) {
+			if arg, ok := call.Args[at].(*ast.Ident); !ok || arg.Name != "sql" {
+				err = fmt.Errorf("%s sends a statement that did not come as the parameter sql", method.Sel.Name)
+			}
+		}
+		return true
+	})
+	return err
 }
 
 type query struct{ name, cmd, sql string }

@@ -463,6 +463,7 @@ func callEverything(t *testing.T, pool *pgxpool.Pool) (methods []string) {
 		return errors.Join(repo.GuardTx(ctx, tx, locks), errorOf(repo.EnqueueTx(ctx, tx, event)))
 	})
 	ok(errorOf(repo.LockActivity(ctx)))
+	ok(errorOf(repo.Check(ctx)))
 
 	kept := event
 	kept.MaxAttempts, kept.AggregateKey = 9, ""

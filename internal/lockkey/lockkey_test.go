@@ -9,11 +9,13 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
 	"testing"
 	"time"
+	"unicode/utf8"
 
 	"github.com/stretchr/testify/require"
 
@@ -225,6 +227,21 @@ func FuzzSum(f *testing.F) {
 	f.Fuzz(func(t *testing.T, namespace, id string) {
 		// Also for input that the checks refuse: a caller that forgot them still gets the rule's key.
 		require.Equal(t, naive(namespace, id), lockkey.Sum(namespace, id))
+	})
+}
+
+func FuzzChecks(f *testing.F) {
+	for _, v := range readVectors(f) {
+		f.Add(v.Namespace, v.ID)
+	}
+	f.Add("a"+strings.Repeat("_", 63), strings.Repeat("x", 1025))
+	f.Add("a:b", "a\x00")
+	f.Add("a\n", "\xff")
+	pattern := regexp.MustCompile(`^[a-z][a-z0-9_]{0,62}\z`)
+	f.Fuzz(func(t *testing.T, namespace, id string) {
+		require.Equal(t, pattern.MatchString(namespace), lockkey.CheckNamespace(namespace) == nil)
+		storable := len(id) <= 1024 && id != "" && utf8.ValidString(id) && !strings.Contains(id, "\x00")
+		require.Equal(t, storable, lockkey.CheckID(id) == nil)
 	})
 }
 
