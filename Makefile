@@ -50,10 +50,11 @@ test: ## run all tests, on the PostgreSQL that is found or fetched
 	echo "==> go test$${race:+ $$race}; the first run also compiles and, where no PostgreSQL is found, fetches one"; \
 	$(ALL_TESTS); exit $$status
 
+# Here and below without the race detector: make test has it, and what differs here is the server.
 test/matrix: ## run the black-box tests on PostgreSQL 15, 16, 17 and 18
-	@$(FIND_RACE); failed=; \
+	@failed=; \
 	for version in $(POSTGRES_VERSIONS); do \
-		echo "==> PostgreSQL $$version: go test$${race:+ $$race}"; \
+		echo "==> PostgreSQL $$version: go test"; \
 		LATCHKEY_DATABASE_URL= LATCHKEY_POSTGRES= LATCHKEY_POSTGRES_VERSION=$$version; \
 		export LATCHKEY_DATABASE_URL LATCHKEY_POSTGRES LATCHKEY_POSTGRES_VERSION; \
 		$(TEST_SUITE_SHORT) || failed="$$failed $$version"; \
@@ -61,8 +62,7 @@ test/matrix: ## run the black-box tests on PostgreSQL 15, 16, 17 and 18
 	if [ -n "$$failed" ]; then echo "failed on PostgreSQL$$failed" >&2; exit 1; fi
 
 test/docker: ## run the black-box tests on PostgreSQL in Docker (LATCHKEY_POSTGRES_IMAGE=...)
-	@$(FIND_RACE); \
-	echo "==> PostgreSQL in Docker: go test$${race:+ $$race}"; \
+	@echo "==> PostgreSQL in Docker: go test"; \
 	LATCHKEY_DATABASE_URL= LATCHKEY_POSTGRES=docker; export LATCHKEY_DATABASE_URL LATCHKEY_POSTGRES; \
 	$(TEST_SUITE_SHORT)
 
