@@ -98,16 +98,31 @@ func (q *Queries) CheckFunctions(ctx context.Context, maxRows int32) ([]CheckFun
 	return items, nil
 }
 
-const checkHold = `-- name: CheckHold :exec
-SELECT pg_catalog.pg_advisory_xact_lock($1)
+const checkHold = `-- name: CheckHold :one
+SELECT
+    coalesce((pg_catalog.pg_advisory_xact_lock($1))::text, '')::text AS held,
+    (pg_catalog.pg_try_advisory_xact_lock($2))::boolean AS alone
 `
 
-// CheckHold takes the transaction lock of a key, as calls do.
+type CheckHoldParams struct {
+	Key    int64
+	Common int64
+}
+
+type CheckHoldRow struct {
+	Held  string
+	Alone bool
+}
+
+// CheckHold takes the transaction lock of a key that nobody else asks for, as calls do, and says whether it got that of
+// common too, which whoever makes this proof tries for.
 //
-// Locks: advisory, one that nobody else asks for.
-func (q *Queries) CheckHold(ctx context.Context, key int64) error {
-	_, err := q.db.Exec(ctx, checkHold, key)
-	return err
+// Locks: advisory; waits for none.
+func (q *Queries) CheckHold(ctx context.Context, arg CheckHoldParams) (CheckHoldRow, error) {
+	row := q.db.QueryRow(ctx, checkHold, arg.Key, arg.Common)
+	var i CheckHoldRow
+	err := row.Scan(&i.Held, &i.Alone)
+	return i, err
 }
 
 const checkObjects = `-- name: CheckObjects :many

@@ -32,11 +32,14 @@ WHERE n.nspname = 'latchkey'
 ORDER BY p.proname, p.oid
 LIMIT @max_rows;
 
--- name: CheckHold :exec
--- CheckHold takes the transaction lock of a key, as calls do.
+-- name: CheckHold :one
+-- CheckHold takes the transaction lock of a key that nobody else asks for, as calls do, and says whether it got that of
+-- common too, which whoever makes this proof tries for.
 --
--- Locks: advisory, one that nobody else asks for.
-SELECT pg_catalog.pg_advisory_xact_lock(@key);
+-- Locks: advisory; waits for none.
+SELECT
+    coalesce((pg_catalog.pg_advisory_xact_lock(@key))::text, '')::text AS held,
+    (pg_catalog.pg_try_advisory_xact_lock(@common))::boolean AS alone;
 
 -- name: CheckObjects :many
 -- CheckObjects returns the indexes and the check and foreign key constraints of latchkey, by name, and whether the

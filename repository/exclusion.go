@@ -89,7 +89,8 @@ func (e *exclusion) join(prove func() error) *proof {
 }
 
 // proveExclusion takes a fresh lock on one connection, and tries for it on another: while it is held, and when it is
-// not. The connections are beside the pool, so that a pool of one, or one that the host has emptied, cannot make it
+// not. Of several processes that do so at once one holds while it tries, and the others know by that: behind a pooler
+// with few connections, each would have one and wait for its second. The connections are beside the pool, so that a pool of one, or one that the host has emptied, cannot make it
 // wait for itself, and closed afterwards.
 func (r *Repository) proveExclusion(ctx context.Context) error {
 	bounded, cancel := context.WithTimeout(ctx, proofTimeout)
@@ -108,12 +109,15 @@ func (r *Repository) proveExclusion(ctx context.Context) error {
 	key := lockkey.Sum("latchkey_check", uuid.NewString())
 	tx := pipeline.Begin(holder)
 	defer tx.Rollback(bounded)
-	if err := db.New(tx).CheckHold(bounded, key); err != nil {
+	hold, err := db.New(tx).CheckHold(bounded, db.CheckHoldParams{Key: key, Common: lockkey.Sum("latchkey_check", "common")})
+	if err != nil {
 		return explainProof(bounded, err, holder.IsClosed)
 	}
-	shared, err := db.New(rival).CheckTry(bounded, key)
-	if err != nil {
-		return explainProof(bounded, err, rival.IsClosed)
+	shared := false
+	if hold.Alone { // otherwise it was refused a lock, which is what the rival would see
+		if shared, err = db.New(rival).CheckTry(bounded, key); err != nil {
+			return explainProof(bounded, err, rival.IsClosed)
+		}
 	}
 	// A session that was ended held the lock no more. It is the answer to this that says so.
 	tx.Rollback(bounded)

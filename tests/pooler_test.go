@@ -59,6 +59,7 @@ var notThroughPooler = []struct {
 		TestSharedLock`},
 	{why: "begin their sessions with settings, which a pooler cannot keep apart or refuses", tests: `
 		TestAccount(Operators|Settings)OfTheHost
+		TestCheckOfTheFirstUse/works_as_the_pool
 		TestFaultsReadOnlyServer
 		TestGuardBudget/(does_not_call|leaves)
 		TestGuardHoldTimeout/is_not_needed
@@ -71,11 +72,18 @@ var notThroughPooler = []struct {
 		TestSettings`},
 	{why: "migrate, which is refused through a pooler", tests: `
 		TestAccountMigration
-		TestMigrations`},
+		TestMigrations
+		TestPrivilegesDecoys`},
 	{why: "log in as roles that the pooler does not know", tests: `
-		TestActivityAndGuardAsTheServicesRole`},
+		TestPrivilegesOf
+		TestPrivilegesRow`},
+	{why: "have servers of their own", tests: `
+		TestFailover`},
+	{why: "say what Check finds where there is no pooler", tests: `
+		TestCheckFinds`},
 	{why: "keep a session for LISTEN", tests: `
 		TestDispatcherListens
+		TestDispatcherOutlivesAStorm
 		TestDispatcherSurvivesAFailover`},
 	{why: "have session locks or several sessions that take turns in an order of their own", tests: `
 		TestRacelab`},
