@@ -288,14 +288,18 @@ func (r *Repository) read(ctx context.Context, query func(*db.Queries) error) er
 		return c.classify(ctx, err, refused(err))
 	}
 	defer conn.Release()
-	var q db.DBTX = conn
-	if r.describes {
-		q = undescribed{conn}
-	}
-	if err := query(db.New(q)); err != nil {
+	if err := query(r.alone(conn)); err != nil {
 		return c.classify(ctx, err, conn.Conn().IsClosed)
 	}
 	return nil
+}
+
+// alone returns the queries of a connection that run outside any transaction.
+func (r *Repository) alone(conn *pgxpool.Conn) *db.Queries {
+	if r.describes {
+		return db.New(undescribed{conn})
+	}
+	return db.New(conn)
 }
 
 // undescribed are queries of a connection whose mode is describe_exec. Outside a transaction pgx runs such a query in two,

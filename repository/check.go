@@ -64,7 +64,7 @@ func (r *Repository) Check(ctx context.Context) (_ []Finding, err error) {
 	}
 	defer conn.Release()
 
-	check := checker{q: db.New(conn), pid: conn.Conn().PgConn().PID(), hold: r.holdTimeout}
+	check := checker{q: r.alone(conn), pid: conn.Conn().PgConn().PID(), hold: r.holdTimeout}
 	for _, step := range []func(context.Context) error{check.server, check.pooler, check.schema} {
 		if err := step(ctx); err != nil {
 			return nil, c.classify(ctx, err, conn.Conn().IsClosed)
