@@ -69,7 +69,7 @@ func (f *faulty) requireNoAdvisoryLock(t *testing.T, but uint32) {
 func (f *faulty) requireHealthy(t *testing.T) {
 	t.Helper()
 	require.Eventually(t, func() bool { return f.pool.Stat().AcquiredConns() == 0 }, patience, time.Millisecond)
-	for _, key := range []string{"", "k"} { // each has a statement of its own
+	for _, key := range []string{"", "k", "", "k"} { // each has a statement of its own, and some modes are warm after two
 		_, err := f.repo.CreateSetup(t.Context(), uuid.New(), &repository.CreateSetupOpts{IdempotencyKey: key})
 		require.NoError(t, err)
 	}

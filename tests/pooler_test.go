@@ -102,6 +102,7 @@ var notThroughPooler = []struct {
 	{why: "create databases of their own", tests: `
 		TestKeysInSQLDoNotDependOnTheEncoding`},
 	{why: "use pgx's default mode, which prepares statements", tests: `
+		TestOutboxClaim/takes_topics
 		TestRoundTripsAreOneAlsoAfterATry
 		Test/cache_statement`, prepare: true},
 }
