@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -549,11 +550,29 @@ func TestFaultsCommitThatWaitsForAStandby(t *testing.T) {
 	require.NoError(t, err)
 	_, err = f.observer.Exec(t.Context(), "SELECT pg_catalog.pg_reload_conf()")
 	require.NoError(t, err)
-	waitUntil(t, f.observer, "SELECT current_setting('synchronous_standby_names') = 'nobody'")
+	const waits = "SELECT coalesce(wait_event, '') = 'SyncRep' FROM pg_stat_activity WHERE pid = $1::bigint"
+	// The server's processes learn of it one by one. It is in force when a commit waits.
+	probe := testdb.Conn(t, url)
+	_, err = probe.Exec(t.Context(), "SET synchronous_commit = on")
+	require.NoError(t, err)
+	var seen atomic.Bool
+	probed := background(t, func() error {
+		for !seen.Load() {
+			if _, err := probe.Exec(t.Context(), "SELECT pg_catalog.pg_logical_emit_message(true, '', '')"); err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	waitUntil(t, f.observer, waits, int64(probe.PgConn().PID()))
+	seen.Store(true)
+	_, err = f.observer.Exec(t.Context(), "SELECT pg_cancel_backend($1)", int64(probe.PgConn().PID()))
+	require.NoError(t, err)
+	require.NoError(t, probed())
 
 	interrupted := func(how string) error {
 		create := inBackground(t, func() (*repository.SetupRequest, error) { return f.create(t, 4) })
-		waitUntil(t, f.observer, "SELECT coalesce(wait_event, '') = 'SyncRep' FROM pg_stat_activity WHERE pid = $1::bigint", int64(f.pid))
+		waitUntil(t, f.observer, waits, int64(f.pid))
 		_, err := f.observer.Exec(t.Context(), "SELECT "+how+"($1)", int64(f.pid))
 		require.NoError(t, err)
 		_, err = create()
