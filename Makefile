@@ -73,7 +73,7 @@ test/poolers: ## run the black-box tests through PgBouncer, an old and a new one
 		bash .ci/pgbouncer $$suite "$${program%/*}" || { skipped="$$skipped $$suite"; continue; }; \
 		echo "==> through $$("$$program" --version | head -n 1) of Debian $$suite"; \
 		LATCHKEY_PGBOUNCER=$$program; export LATCHKEY_PGBOUNCER; \
-		if (cd tests && go test -short -shuffle=on -count=1 $(TESTFLAGS)); then passed="$$passed $$suite"; else failed="$$failed $$suite"; fi; \
+		if $(TEST_SUITE_SHORT); then passed="$$passed $$suite"; else failed="$$failed $$suite"; fi; \
 	done; \
 	echo "PgBouncer of Debian: passed:$${passed:- none}; failed:$${failed:- none}; SKIPPED:$${skipped:- none}, for reasons above"; \
 	[ -z "$$failed" ] && [ -n "$$passed" ]
