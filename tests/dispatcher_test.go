@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"os"
 	"runtime"
 	"slices"
 	"sync"
@@ -460,12 +459,7 @@ func TestDispatcherSurvivesAFailover(t *testing.T) {
 func TestDispatcherSurvivesARestart(t *testing.T) {
 	t.Parallel()
 	const writers, each, lease = 4, 60, 4 * time.Second
-	server, err := pgserver.Start(t.Context(), pgserver.Options{Own: true})
-	if err != nil && os.Getenv("LATCHKEY_DATABASE_URL") != "" {
-		t.Skip("this machine has no server programs, and the server that it was given is not for this test to stop: ", err)
-	}
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, server.Close()) })
+	server := ownServer(t, nil)
 	url, _, err := server.NewDatabase(t.Context())
 	require.NoError(t, err)
 	open := func() *office { return &office{newFixture(t, url), testdb.PoolAt(t, url)} }

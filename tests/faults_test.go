@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net"
-	"os"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -20,7 +19,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
-	"github.com/latchkey-go/latchkey/internal/pgserver"
 	"github.com/latchkey-go/latchkey/repository"
 	"github.com/latchkey-go/latchkey/tests/internal/testdb"
 	"github.com/latchkey-go/latchkey/tests/internal/wire"
@@ -536,12 +534,7 @@ func TestFaultsCancelledWithACancelRequestKeepsTheConnection(t *testing.T) {
 // A commit that waits for a synchronous standby is done on the primary. To be cancelled ends the wait, not the commit.
 func TestFaultsCommitThatWaitsForAStandby(t *testing.T) {
 	t.Parallel()
-	server, err := pgserver.Start(t.Context(), pgserver.Options{Own: true})
-	if err != nil && os.Getenv("LATCHKEY_DATABASE_URL") != "" {
-		t.Skip("this machine has no server programs, and the settings of the server that it was given are not this test's: ", err)
-	}
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, server.Close()) })
+	server := ownServer(t, nil)
 	url, _, err := server.NewDatabase(t.Context())
 	require.NoError(t, err)
 	f := newFixture(t, url).withForeign(t, map[string]string{"synchronous_commit": "on"})

@@ -15,7 +15,6 @@ import (
 	"github.com/jackc/pgx/v5/pgxpool"
 	"github.com/stretchr/testify/require"
 
-	"github.com/latchkey-go/latchkey/internal/pgserver"
 	"github.com/latchkey-go/latchkey/repository"
 	"github.com/latchkey-go/latchkey/tests/internal/testdb"
 )
@@ -275,12 +274,7 @@ func TestSettingsWithATransactionLeftOpen(t *testing.T) {
 // What a session's own defaults make of a standby must not hide that it is one: after the failover, the same pool works.
 func TestSettingsOnAStandby(t *testing.T) {
 	t.Parallel()
-	server, err := pgserver.Start(t.Context(), pgserver.Options{Own: true})
-	if err != nil && os.Getenv("LATCHKEY_DATABASE_URL") != "" {
-		t.Skip("this machine has no server programs, and the server that it was given is not for this test to stop: ", err)
-	}
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, server.Close()) })
+	server := ownServer(t, nil)
 	url, _, err := server.NewDatabase(t.Context())
 	require.NoError(t, err)
 	var data string
