@@ -121,7 +121,7 @@ WITH earlier AS MATERIALIZED (
     WHERE s.user_id = $1 AND s.status = 'pending'
 ), inserted AS (
     INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending, idempotency_key)
-    SELECT $3::uuid, $1, CASE WHEN p.highest = p.taken THEN 1 + p.taken ELSE latchkey.setup_free_slot($1) END, $4::smallint, $2::text
+    SELECT $3::uuid, $1, CASE WHEN p.highest < $4::smallint THEN 1 + p.highest ELSE latchkey.setup_free_slot($1) END, $4::smallint, $2::text
     FROM pending AS p
     WHERE p.taken < $4
         AND NOT EXISTS (SELECT FROM earlier)
@@ -196,7 +196,7 @@ WITH pending AS MATERIALIZED (
     WHERE s.user_id = $1 AND s.status = 'pending'
 ), inserted AS (
     INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending)
-    SELECT $2::uuid, $1, CASE WHEN p.highest = p.taken THEN 1 + p.taken ELSE latchkey.setup_free_slot($1) END, $3::smallint
+    SELECT $2::uuid, $1, CASE WHEN p.highest < $3::smallint THEN 1 + p.highest ELSE latchkey.setup_free_slot($1) END, $3::smallint
     FROM pending AS p
     WHERE p.taken < $3
     RETURNING id, user_id, status, pending_slot, max_pending, idempotency_key, created_at, ended_at,
@@ -229,9 +229,9 @@ type SetupInsertWithinLimitRow struct {
 	EventID        *int64
 }
 
-// SetupInsertWithinLimit inserts a pending request of the user, if fewer than max_pending are pending, into
-// the lowest free slot. It returns one row always: pending_before, and the new request, or NULL where the limit says
-// no.
+// SetupInsertWithinLimit inserts a pending request of the user, if fewer than max_pending are pending, into the slot
+// after the highest, or into the lowest that is free where that is above max_pending. It returns one row always:
+// pending_before, and the new request, or NULL where the limit says no.
 //
 // The caller holds the lock setup_request:<user_id>, taken by a statement of its own, before this one.
 // Error 23505 on setup_requests_pending_key: a writer without the lock was there first.

@@ -1,8 +1,8 @@
 -- Creates the table of setup requests: at most max_pending of them may be pending per user.
 --
--- The rule is counted under the advisory lock setup_request:<user_id>. It is also a constraint: each pending
--- row holds the lowest free slot from 1 to max_pending, and a slot is held once. A writer that skips the lock
--- gets a unique violation, not an overrun.
+-- The rule is counted under the advisory lock setup_request:<user_id>. It is also a constraint: each pending row
+-- holds a slot from 1 to max_pending, and a slot is held once. A writer that skips the lock gets a unique violation,
+-- not an overrun.
 --
 -- Idempotency keys are a column here, not a table of their own: a key belongs to its user, so the user's lock
 -- covers it too, and a repeat finds the first row by one index.
@@ -31,7 +31,7 @@ CREATE TABLE latchkey.setup_requests (
 );
 
 -- A function and no part of the statements that call it, since a statement that could look for a gap is slower also
--- when there is none.
+-- when it does not.
 CREATE FUNCTION latchkey.setup_free_slot(for_user uuid) RETURNS bigint
     LANGUAGE plpgsql STABLE
 AS $$
@@ -49,7 +49,7 @@ END;
 $$;
 
 COMMENT ON FUNCTION latchkey.setup_free_slot(uuid) IS
-    'The lowest number from 1 that no pending request of the user has as its slot. Called by SetupInsertWithinLimit and SetupInsertOnce where that is not the number after the highest.';
+    'The lowest number from 1 that no pending request of the user has as its slot. Called by SetupInsertWithinLimit and SetupInsertOnce where the number after the highest is above the limit.';
 
 COMMENT ON TABLE latchkey.setup_requests IS 'A request of a user to set something up; a user has a bounded number of pending ones.';
 COMMENT ON COLUMN latchkey.setup_requests.user_id IS 'Whose request it is; the host''s own id, with no foreign key.';

@@ -52,7 +52,7 @@ WITH earlier AS MATERIALIZED (
     WHERE s.user_id = @user_id AND s.status = 'pending'
 ), inserted AS (
     INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending, idempotency_key)
-    SELECT @id::uuid, @user_id, CASE WHEN p.highest = p.taken THEN 1 + p.taken ELSE latchkey.setup_free_slot(@user_id) END, @max_pending::smallint, @idempotency_key::text
+    SELECT @id::uuid, @user_id, CASE WHEN p.highest < @max_pending::smallint THEN 1 + p.highest ELSE latchkey.setup_free_slot(@user_id) END, @max_pending::smallint, @idempotency_key::text
     FROM pending AS p
     WHERE p.taken < @max_pending
         AND NOT EXISTS (SELECT FROM earlier)
@@ -70,9 +70,9 @@ FROM pending AS p
 LEFT JOIN chosen AS c ON true;
 
 -- name: SetupInsertWithinLimit :one
--- SetupInsertWithinLimit inserts a pending request of the user, if fewer than max_pending are pending, into
--- the lowest free slot. It returns one row always: pending_before, and the new request, or NULL where the limit says
--- no.
+-- SetupInsertWithinLimit inserts a pending request of the user, if fewer than max_pending are pending, into the slot
+-- after the highest, or into the lowest that is free where that is above max_pending. It returns one row always:
+-- pending_before, and the new request, or NULL where the limit says no.
 --
 -- The caller holds the lock setup_request:<user_id>, taken by a statement of its own, before this one.
 -- Error 23505 on setup_requests_pending_key: a writer without the lock was there first.
@@ -85,7 +85,7 @@ WITH pending AS MATERIALIZED (
     WHERE s.user_id = @user_id AND s.status = 'pending'
 ), inserted AS (
     INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending)
-    SELECT @id::uuid, @user_id, CASE WHEN p.highest = p.taken THEN 1 + p.taken ELSE latchkey.setup_free_slot(@user_id) END, @max_pending::smallint
+    SELECT @id::uuid, @user_id, CASE WHEN p.highest < @max_pending::smallint THEN 1 + p.highest ELSE latchkey.setup_free_slot(@user_id) END, @max_pending::smallint
     FROM pending AS p
     WHERE p.taken < @max_pending
     RETURNING id, user_id, status, pending_slot, max_pending, idempotency_key, created_at, ended_at,

@@ -168,7 +168,7 @@ func TestSetupLimit(t *testing.T) {
 			require.NoError(t, err)
 		}
 	})
-	t.Run("has each pending request in a slot, and gives the lowest free one", func(t *testing.T) {
+	t.Run("has each pending request in a slot, the next one or, after the last, the first that is free", func(t *testing.T) {
 		t.Parallel()
 		f := newFixture(t, url)
 		s := f.fill(t, 5, 5)
@@ -179,13 +179,13 @@ func TestSetupLimit(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, []int{1, 3, 5}, slots(t, f.pool, f.user))
 
-		for _, want := range []int{2, 4} {
-			s, err := f.create(t, 5)
+		for _, want := range []int{6, 2, 4} {
+			s, err := f.create(t, 6)
 			require.NoError(t, err)
 			require.Equal(t, want, f.slot(t, s.ID))
 		}
-		_, err = f.create(t, 5)
-		requireLimit(t, err, 5, 5)
+		_, err = f.create(t, 6)
+		requireLimit(t, err, 6, 6)
 	})
 	t.Run("may be lowered and raised from call to call", func(t *testing.T) {
 		t.Parallel()
@@ -644,9 +644,12 @@ func TestSetupIsCreatedWhileOthersEnd(t *testing.T) {
 		f := local.withNewUser(t)
 		want, pending := 4, f.fill(t, 3, limit-1)
 		if gap {
-			_, err := f.repo.CompleteSetup(t.Context(), pending[1].ID)
-			require.NoError(t, err)
-			want, pending = 2, []repository.SetupRequest{pending[0], pending[2]}
+			pending = append(pending, f.fill(t, limit-3, limit+1)...)
+			for _, s := range pending[1 : limit-1] {
+				_, err := f.repo.CompleteSetup(t.Context(), s.ID)
+				require.NoError(t, err)
+			}
+			want, pending = 2, []repository.SetupRequest{pending[0], pending[limit-1]}
 		}
 		holder := hold(t, url, key)
 		create := inBackground(t, func() (*repository.SetupRequest, error) { return f.create(t, limit) })

@@ -75,20 +75,15 @@ func contestants() []contestant {
 	}
 }
 
-// The hand-written ways share their statements. Like latchkey's, the check finds the lowest free slot as well as the
-// count, because the table's constraint wants to know it.
+// The hand-written ways share their statements. Like latchkey's, the check finds a free slot as well as the count,
+// because the table's constraint wants to know it.
 const (
 	checkSQL = `
-WITH pending AS MATERIALIZED (
-    SELECT pending_slot
-    FROM latchkey.setup_requests
-    WHERE user_id = $1 AND status = 'pending'
-)
 SELECT
-    (SELECT count(*) FROM pending),
-    (SELECT min(slot)
-     FROM generate_series(1, 1 + (SELECT count(*) FROM pending)::integer) AS slots (slot)
-     WHERE NOT EXISTS (SELECT FROM pending WHERE pending_slot = slot))`
+    count(*),
+    CASE WHEN count(*) = 0 THEN 1 WHEN max(pending_slot) < 1000 THEN 1 + max(pending_slot) ELSE latchkey.setup_free_slot($1) END
+FROM latchkey.setup_requests
+WHERE user_id = $1 AND status = 'pending'`
 
 	insertSQL = `
 INSERT INTO latchkey.setup_requests (user_id, pending_slot, max_pending)
