@@ -117,7 +117,7 @@ func (c *call) explainIn(ctx context.Context, tx *pipeline.Tx, conn *pgx.Conn, f
 
 func (c *call) runIn(ctx context.Context, tx *pipeline.Tx, fn func(tx *pipeline.Tx) error) error {
 	defer tx.Rollback(ctx) // also if fn panics
-	if err := c.queueLocks(ctx, tx); err != nil {
+	if err := c.lockIn(ctx, tx); err != nil {
 		return err
 	}
 	tx.Foreign = c.foreign
@@ -135,6 +135,22 @@ func (c *call) runIn(ctx context.Context, tx *pipeline.Tx, fn func(tx *pipeline.
 	return tx.Commit(ctx)
 }
 
+// lockIn has the transaction begin with the call's locks. Nearly every call wants one, and has one statement.
+func (c *call) lockIn(ctx context.Context, tx *pipeline.Tx) error {
+	if !c.wantsOne() || c.outer != nil || c.foreign {
+		return c.queueLocks(ctx, tx)
+	}
+	tx.Otherwise = func() error { return c.queueLocks(ctx, tx) }
+	budget, err := c.budget()
+	if err == nil {
+		_ = db.New(tx.Whole()).LockOneAtOnce(ctx, db.LockOneAtOnceParams{LockTimeoutMs: budget.LockTimeoutMs, Key: c.keys[0]})
+	}
+	return err
+}
+
+// wantsOne tells whether the call waits for one exclusive lock.
+func (c *call) wantsOne() bool { return len(c.locks) == 1 && c.locks[0].exclusive && !c.try }
+
 // queueLocks queues what bounds the wait, and the locks. Errors come from the first query.
 func (c *call) queueLocks(ctx context.Context, tx *pipeline.Tx) error {
 	budget, err := c.budget()
@@ -150,11 +166,8 @@ func (c *call) queueLocks(ctx context.Context, tx *pipeline.Tx) error {
 	if c.hold > 0 {
 		_ = before.TxSetHoldTimeout(ctx, c.hold.Milliseconds())
 	}
-	if len(c.locks) == 1 && c.locks[0].exclusive && !c.try {
+	if c.wantsOne() {
 		_ = before.LockOne(ctx, c.keys[0])
-		if c.outer == nil {
-			_ = db.New(tx.Whole()).LockOneAtOnce(ctx, db.LockOneAtOnceParams{LockTimeoutMs: budget.LockTimeoutMs, Key: c.keys[0]})
-		}
 		return nil
 	}
 	locks := db.LockAllParams{

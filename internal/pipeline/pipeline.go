@@ -54,6 +54,10 @@ type Tx struct {
 	// Commit returns it. The connection is known to be lost or not by then.
 	Explain func(error) error
 
+	// Otherwise, if it is set, is called where what Whole queued is not sent, or is refused. With Before, it queues what
+	// does the same in a transaction that has a BEGIN.
+	Otherwise func() error
+
 	// Ahead, if it is set, is called where the transaction was begun ahead of the statement that takes the locks,
 	// which may have taken long. What it queues with Before goes before that statement.
 	Ahead func() error
@@ -66,6 +70,7 @@ type Tx struct {
 	Foreign bool
 
 	conn     *pgx.Conn
+	prepared *prepared // on conn
 	send     func(context.Context, *pgx.Batch) pgx.BatchResults
 	commit   string
 	rollback string
@@ -87,13 +92,16 @@ type statement struct {
 	args []any
 }
 
+var begin = []statement{{sql: "begin isolation level read committed"}}
+
 // Begin returns a READ COMMITTED transaction on conn, whatever the default of the database, role or session.
 // At any other level a query would not see what was committed while the transaction waited for its lock.
 func Begin(conn *pgx.Conn) *Tx {
 	return &Tx{
 		conn:     conn,
+		prepared: preparedOn(conn),
 		send:     conn.SendBatch,
-		before:   append(make([]statement, 0, 4), statement{sql: "begin isolation level read committed"}),
+		before:   begin,
 		commit:   "commit",
 		rollback: "rollback",
 	}
@@ -104,6 +112,7 @@ func Begin(conn *pgx.Conn) *Tx {
 func Join(outer pgx.Tx) *Tx {
 	return &Tx{
 		conn:     outer.Conn(),
+		prepared: preparedOn(outer.Conn()),
 		send:     outer.SendBatch,
 		before:   []statement{{sql: "savepoint latchkey"}},
 		commit:   "release savepoint latchkey",
@@ -116,7 +125,7 @@ func Join(outer pgx.Tx) *Tx {
 // known: an error comes from that query, as a [BeforeError].
 func (tx *Tx) Before() db.DBTX { return queue{&tx.before} }
 
-// Whole returns a [db.DBTX] whose Exec queues a statement that does the work of all that Before queued, BEGIN included,
+// Whole returns a [db.DBTX] whose Exec queues a statement that does the work of all that Before queues, BEGIN included,
 // where everything goes to the server in one write: then the transaction that the server itself begins with a write and
 // commits at its end is enough, and BEGIN and COMMIT are two messages less. The statement must read no table, and raise
 // SQLSTATE 25000 where such a transaction is not what BEGIN would have made; then the connection never tries again. What
@@ -201,7 +210,7 @@ func (tx *Tx) Rollback(ctx context.Context) {
 	}
 	switch {
 	case tx.joined && tx.stale:
-		preparedOn(tx.conn).forget(ctx, tx.conn)
+		tx.prepared.forget(ctx, tx.conn)
 	case !tx.joined && (tx.stale || err != nil):
 		_ = tx.conn.Close(ctx)
 	}
@@ -243,7 +252,7 @@ func (tx *Tx) start(ctx context.Context, queries []statement, last bool) *reply 
 			return &reply{tx: tx, done: true, err: tx.failed}
 		}
 	}
-	p := preparedOn(tx.conn)
+	p := tx.prepared
 	// In a transaction that is open already, this one's or one that the host left, the end of the write commits nothing.
 	idle := tx.conn.PgConn().TxStatus() == 'I'
 	if last && len(tx.whole) > 0 && idle && !tx.Foreign && !p.notWhole && p.covers(queries) {
@@ -252,8 +261,18 @@ func (tx *Tx) start(ctx context.Context, queries []statement, last bool) *reply 
 			return &reply{tx: tx, done: true, err: tx.failed}
 		}
 		r := &reply{tx: tx, statements: slices.Concat(tx.whole, queries), last: true, whole: true}
-		if r.send(ctx, len(tx.whole)); !p.notWhole {
-			return r
+		err := r.send(ctx, len(tx.whole))
+		if !isNotWhole(err) {
+			return r.began(err)
+		}
+		p.notWhole = true
+		r.abandon(err)
+	}
+	if otherwise := tx.Otherwise; otherwise != nil {
+		tx.Otherwise = nil
+		if err := otherwise(); err != nil {
+			tx.failed = err
+			return &reply{tx: tx, done: true, err: err}
 		}
 	}
 
@@ -266,15 +285,15 @@ func (tx *Tx) start(ctx context.Context, queries []statement, last bool) *reply 
 		statements = tx.statements(queries, last)
 	}
 	r := &reply{tx: tx, statements: statements, last: last}
-	r.send(ctx, len(tx.before))
+	err := r.send(ctx, len(tx.before))
 	tx.before = nil
-	return r
+	return r.began(err)
 }
 
 // sendBounded sends a batch, which returns once pgx has prepared what it thinks is new, and bounds that where the
 // server does not yet.
 func (tx *Tx) sendBounded(ctx context.Context, statements []statement) (pgx.BatchResults, context.CancelFunc) {
-	if tx.begun || tx.PrepareBy.IsZero() || preparedOn(tx.conn).isNamed(statements) {
+	if tx.begun || tx.PrepareBy.IsZero() || tx.prepared.isNamed(statements) {
 		return tx.send(ctx, queued(statements)), func() {}
 	}
 	ctx, cancel := context.WithCancel(ctx)
@@ -305,7 +324,7 @@ func (tx *Tx) statements(queries []statement, last bool) []statement {
 // beginAhead begins the transaction, and sends what is queued before the query but the last of it, which is what
 // takes the locks: they are still not held across the network. Then it prepares the rest.
 func (tx *Tx) beginAhead(ctx context.Context, queries []statement, last bool) error {
-	p := preparedOn(tx.conn)
+	p := tx.prepared
 	for !tx.begun || len(tx.before) > 1 {
 		ahead := tx.before[:1]
 		if tx.begun || !tx.joined {

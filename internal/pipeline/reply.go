@@ -26,22 +26,27 @@ type reply struct {
 }
 
 // send sends the statements, and reads the answers to the first n, which were queued before the query.
-func (r *reply) send(ctx context.Context, n int) {
+func (r *reply) send(ctx context.Context, n int) error {
 	r.ctx = ctx
 	r.results, r.cancel = r.tx.sendBounded(ctx, r.statements)
 	r.tx.open = r
-	err := r.tx.readBefore(r.results, n)
-	if p := preparedOn(r.tx.conn); r.whole && isNotWhole(err) {
-		p.notWhole = true
-		_ = r.results.Close()
-		r.cancel()
-		p.ran(r.statements, err)
-		r.tx.open = nil
-		return
-	}
+	return r.tx.readBefore(r.results, n)
+}
+
+// began notes what send returned.
+func (r *reply) began(err error) *reply {
 	if err != nil {
 		_ = r.finish(&BeforeError{err}) // the query returns it
 	}
+	return r
+}
+
+// abandon gives up a write that changed nothing, because of what send returned.
+func (r *reply) abandon(err error) {
+	_ = r.results.Close()
+	r.cancel()
+	r.tx.prepared.ran(r.statements, err)
+	r.tx.open = nil
 }
 
 func (r *reply) exec() (pgconn.CommandTag, error) {
@@ -84,7 +89,7 @@ func (r *reply) finish(err error) error {
 	if closeErr := r.results.Close(); err == nil && !committed {
 		err = closeErr
 	}
-	preparedOn(r.tx.conn).ran(r.statements, err)
+	r.tx.prepared.ran(r.statements, err)
 	if committed && !r.tx.joined && r.ctx.Err() != nil {
 		// pgx may have asked the server to stop. A commit that waits for a standby then is said to be done without it, and
 		// is lost if the server is.
