@@ -35,7 +35,7 @@ type cluster struct {
 const failoverPatience = 2 * patience
 
 // ownServer starts a server with these settings, which a test may restart, kill and replicate.
-func ownServer(t *testing.T, settings map[string]string) *pgserver.Server {
+func ownServer(t testing.TB, settings map[string]string) *pgserver.Server {
 	t.Helper()
 	s, err := pgserver.Start(t.Context(), pgserver.Options{Own: true, Settings: settings})
 	if err != nil && os.Getenv("LATCHKEY_DATABASE_URL") != "" {

@@ -113,8 +113,11 @@ func (p *prepared) forget(ctx context.Context, conn *pgx.Conn) {
 
 // isNotWhole tells whether err is what a statement queued with [Tx.Whole] says of a session's defaults.
 func isNotWhole(err error) bool {
+	if err == nil {
+		return false // nearly always, so nothing is allocated
+	}
 	var pgErr *pgconn.PgError
-	return err != nil && errors.As(err, &pgErr) && pgErr.Code == "25000"
+	return errors.As(err, &pgErr) && pgErr.Code == "25000"
 }
 
 // isStale tells whether err says that a prepared statement is gone, or returns other types than when it was
