@@ -110,6 +110,88 @@ func (q *Queries) SetupGet(ctx context.Context, id pgtype.UUID) (SetupRequest, e
 	return i, err
 }
 
+const setupInsertManyWithinLimit = `-- name: SetupInsertManyWithinLimit :many
+WITH pending AS MATERIALIZED (
+    SELECT pg_catalog.count(*) AS taken, coalesce(pg_catalog.max(s.pending_slot), 0) AS highest
+    FROM latchkey.setup_requests AS s
+    WHERE s.user_id = $2 AND s.status = 'pending'
+), inserted AS (
+    INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending)
+    SELECT w.id, $2, CASE WHEN p.highest + w.nth <= $3::smallint THEN p.highest + w.nth ELSE latchkey.setup_free_slot($2::uuid, w.nth - greatest(($3::smallint) - p.highest, 0)) END, $3::smallint
+    FROM pending AS p
+    CROSS JOIN pg_catalog.unnest($1::uuid[]) WITH ORDINALITY AS w (id, nth)
+    WHERE p.taken + w.nth <= $3::smallint
+    RETURNING id, user_id, status, pending_slot, max_pending, idempotency_key, created_at, ended_at, NULL::bigint AS event_id
+)
+SELECT
+    p.taken AS pending_before,
+    i.id, i.user_id, i.status, i.pending_slot, i.max_pending, i.idempotency_key, i.created_at, i.ended_at, i.event_id
+FROM pending AS p
+LEFT JOIN inserted AS i ON true
+ORDER BY i.pending_slot
+LIMIT 1 + pg_catalog.cardinality($1::uuid[])
+`
+
+type SetupInsertManyWithinLimitParams struct {
+	Ids        []pgtype.UUID
+	UserID     pgtype.UUID
+	MaxPending int16
+}
+
+type SetupInsertManyWithinLimitRow struct {
+	PendingBefore  int64
+	ID             pgtype.UUID
+	UserID         pgtype.UUID
+	Status         *string
+	PendingSlot    *int16
+	MaxPending     *int16
+	IdempotencyKey *string
+	CreatedAt      *time.Time
+	EndedAt        *time.Time
+	EventID        *int64
+}
+
+// SetupInsertManyWithinLimit does at once what SetupInsertWithinLimit does when it is run for one of the ids after the
+// other, for the same user with the same max_pending: as many of the first ids are inserted as the limit leaves room for.
+// Each row has pending_before, from before all of them, and a request that was inserted, in the order of the slots; or
+// there is one row, with NULL, if none was.
+//
+// The caller holds the lock setup_request:<user_id>, taken by a statement of its own, before this one.
+// Error 23505 on setup_requests_pending_key: a writer without the lock was there first.
+//
+// Locks: waits for another transaction only where that one inserted the same slot without the lock. Index:
+// setup_requests_pending_key.
+func (q *Queries) SetupInsertManyWithinLimit(ctx context.Context, arg SetupInsertManyWithinLimitParams) ([]SetupInsertManyWithinLimitRow, error) {
+	rows, err := q.db.Query(ctx, setupInsertManyWithinLimit, arg.Ids, arg.UserID, arg.MaxPending)
+	if err != nil {
+		return nil, err
+	}
+	defer rows.Close()
+	var items []SetupInsertManyWithinLimitRow
+	for rows.Next() {
+		var i SetupInsertManyWithinLimitRow
+		if err := rows.Scan(
+			&i.PendingBefore,
+			&i.ID,
+			&i.UserID,
+			&i.Status,
+			&i.PendingSlot,
+			&i.MaxPending,
+			&i.IdempotencyKey,
+			&i.CreatedAt,
+			&i.EndedAt,
+			&i.EventID,
+		); err != nil {
+			return nil, err
+		}
+		items = append(items, i)
+	}
+	if err := rows.Err(); err != nil {
+		return nil, err
+	}
+	return items, nil
+}
+
 const setupInsertOnce = `-- name: SetupInsertOnce :one
 WITH earlier AS MATERIALIZED (
     SELECT s.id, s.user_id, s.status, s.pending_slot, s.max_pending, s.idempotency_key, s.created_at, s.ended_at
@@ -121,7 +203,7 @@ WITH earlier AS MATERIALIZED (
     WHERE s.user_id = $1 AND s.status = 'pending'
 ), inserted AS (
     INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending, idempotency_key)
-    SELECT $3::uuid, $1, CASE WHEN p.highest < $4::smallint THEN 1 + p.highest ELSE latchkey.setup_free_slot($1) END, $4::smallint, $2::text
+    SELECT $3::uuid, $1, CASE WHEN p.highest < $4::smallint THEN 1 + p.highest ELSE latchkey.setup_free_slot($1, 1) END, $4::smallint, $2::text
     FROM pending AS p
     WHERE p.taken < $4
         AND NOT EXISTS (SELECT FROM earlier)
@@ -196,7 +278,7 @@ WITH pending AS MATERIALIZED (
     WHERE s.user_id = $1 AND s.status = 'pending'
 ), inserted AS (
     INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending)
-    SELECT $2::uuid, $1, CASE WHEN p.highest < $3::smallint THEN 1 + p.highest ELSE latchkey.setup_free_slot($1) END, $3::smallint
+    SELECT $2::uuid, $1, CASE WHEN p.highest < $3::smallint THEN 1 + p.highest ELSE latchkey.setup_free_slot($1, 1) END, $3::smallint
     FROM pending AS p
     WHERE p.taken < $3
     RETURNING id, user_id, status, pending_slot, max_pending, idempotency_key, created_at, ended_at,

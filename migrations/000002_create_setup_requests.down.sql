@@ -19,4 +19,4 @@ END;
 $$;
 
 DROP TABLE latchkey.setup_requests;
-DROP FUNCTION latchkey.setup_free_slot(uuid);
+DROP FUNCTION latchkey.setup_free_slot(uuid, bigint);

@@ -32,24 +32,24 @@ CREATE TABLE latchkey.setup_requests (
 
 -- A function and no part of the statements that call it, since a statement that could look for a gap is slower also
 -- when it does not.
-CREATE FUNCTION latchkey.setup_free_slot(for_user uuid) RETURNS bigint
+CREATE FUNCTION latchkey.setup_free_slot(for_user uuid, nth bigint) RETURNS bigint
     LANGUAGE plpgsql STABLE
 AS $$
 BEGIN
-    -- In their order, slots are their own numbers up to the first that is free.
+    -- What a slot is larger than its number among them is how many below it are free.
     RETURN (
-        SELECT 1::bigint + pg_catalog.count(*) FILTER (WHERE n.slot = n.nth)
+        SELECT nth + pg_catalog.count(*) FILTER (WHERE taken.slot - taken.number < nth)
         FROM (
-            SELECT s.pending_slot AS slot, pg_catalog.row_number() OVER (ORDER BY s.pending_slot) AS nth
+            SELECT s.pending_slot AS slot, pg_catalog.row_number() OVER (ORDER BY s.pending_slot) AS number
             FROM latchkey.setup_requests AS s
             WHERE s.user_id = for_user AND s.status = 'pending'
-        ) AS n
+        ) AS taken
     );
 END;
 $$;
 
-COMMENT ON FUNCTION latchkey.setup_free_slot(uuid) IS
-    'The lowest number from 1 that no pending request of the user has as its slot. Called by SetupInsertWithinLimit and SetupInsertOnce where the number after the highest is above the limit.';
+COMMENT ON FUNCTION latchkey.setup_free_slot(uuid, bigint) IS
+    'The nth of the numbers from 1 that no pending request of the user has as its slot. Called by SetupInsertWithinLimit, SetupInsertManyWithinLimit and SetupInsertOnce where the number after the highest is above the limit.';
 
 COMMENT ON TABLE latchkey.setup_requests IS 'A request of a user to set something up; a user has a bounded number of pending ones.';
 COMMENT ON COLUMN latchkey.setup_requests.user_id IS 'Whose request it is; the host''s own id, with no foreign key.';
@@ -64,7 +64,7 @@ CREATE UNIQUE INDEX setup_requests_pending_key
     ON latchkey.setup_requests (user_id, pending_slot)
     WHERE status = 'pending';
 COMMENT ON INDEX latchkey.setup_requests_pending_key IS
-    'The rule as a constraint; serves SetupInsertWithinLimit, SetupInsertOnce and SetupCountPending.';
+    'The rule as a constraint; serves SetupInsertWithinLimit, SetupInsertManyWithinLimit, SetupInsertOnce and SetupCountPending.';
 
 CREATE UNIQUE INDEX setup_requests_idempotency_key
     ON latchkey.setup_requests (user_id, idempotency_key)

@@ -36,6 +36,37 @@ SELECT s.id, s.user_id, s.status, s.pending_slot, s.max_pending, s.idempotency_k
 FROM latchkey.setup_requests AS s
 WHERE s.id = @id;
 
+-- name: SetupInsertManyWithinLimit :many
+-- SetupInsertManyWithinLimit does at once what SetupInsertWithinLimit does when it is run for one of the ids after the
+-- other, for the same user with the same max_pending: as many of the first ids are inserted as the limit leaves room for.
+-- Each row has pending_before, from before all of them, and a request that was inserted, in the order of the slots; or
+-- there is one row, with NULL, if none was.
+--
+-- The caller holds the lock setup_request:<user_id>, taken by a statement of its own, before this one.
+-- Error 23505 on setup_requests_pending_key: a writer without the lock was there first.
+--
+-- Locks: waits for another transaction only where that one inserted the same slot without the lock. Index:
+-- setup_requests_pending_key.
+WITH pending AS MATERIALIZED (
+    SELECT pg_catalog.count(*) AS taken, coalesce(pg_catalog.max(s.pending_slot), 0) AS highest
+    FROM latchkey.setup_requests AS s
+    WHERE s.user_id = @user_id AND s.status = 'pending'
+), inserted AS (
+    INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending)
+    SELECT w.id, @user_id, CASE WHEN p.highest + w.nth <= @max_pending::smallint THEN p.highest + w.nth ELSE latchkey.setup_free_slot(@user_id::uuid, w.nth - greatest((@max_pending::smallint) - p.highest, 0)) END, @max_pending::smallint
+    FROM pending AS p
+    CROSS JOIN pg_catalog.unnest(@ids::uuid[]) WITH ORDINALITY AS w (id, nth)
+    WHERE p.taken + w.nth <= @max_pending::smallint
+    RETURNING id, user_id, status, pending_slot, max_pending, idempotency_key, created_at, ended_at, NULL::bigint AS event_id
+)
+SELECT
+    p.taken AS pending_before,
+    i.id, i.user_id, i.status, i.pending_slot, i.max_pending, i.idempotency_key, i.created_at, i.ended_at, i.event_id
+FROM pending AS p
+LEFT JOIN inserted AS i ON true
+ORDER BY i.pending_slot
+LIMIT 1 + pg_catalog.cardinality(@ids::uuid[]);
+
 -- name: SetupInsertOnce :one
 -- SetupInsertOnce is SetupInsertWithinLimit for a call with an idempotency key: the request that an earlier call
 -- inserted under the same key comes back in place of a new one. To look for that costs the server a tenth of the call.
@@ -52,7 +83,7 @@ WITH earlier AS MATERIALIZED (
     WHERE s.user_id = @user_id AND s.status = 'pending'
 ), inserted AS (
     INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending, idempotency_key)
-    SELECT @id::uuid, @user_id, CASE WHEN p.highest < @max_pending::smallint THEN 1 + p.highest ELSE latchkey.setup_free_slot(@user_id) END, @max_pending::smallint, @idempotency_key::text
+    SELECT @id::uuid, @user_id, CASE WHEN p.highest < @max_pending::smallint THEN 1 + p.highest ELSE latchkey.setup_free_slot(@user_id, 1) END, @max_pending::smallint, @idempotency_key::text
     FROM pending AS p
     WHERE p.taken < @max_pending
         AND NOT EXISTS (SELECT FROM earlier)
@@ -85,7 +116,7 @@ WITH pending AS MATERIALIZED (
     WHERE s.user_id = @user_id AND s.status = 'pending'
 ), inserted AS (
     INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending)
-    SELECT @id::uuid, @user_id, CASE WHEN p.highest < @max_pending::smallint THEN 1 + p.highest ELSE latchkey.setup_free_slot(@user_id) END, @max_pending::smallint
+    SELECT @id::uuid, @user_id, CASE WHEN p.highest < @max_pending::smallint THEN 1 + p.highest ELSE latchkey.setup_free_slot(@user_id, 1) END, @max_pending::smallint
     FROM pending AS p
     WHERE p.taken < @max_pending
     RETURNING id, user_id, status, pending_slot, max_pending, idempotency_key, created_at, ended_at,

@@ -28,11 +28,15 @@ type call struct {
 	idempotent bool          // it has an idempotency key
 	limit      int64         // of its rule, for the error of the constraint behind it
 
+	// setup is what its statement inserts, if that can be done for several calls at once.
+	setup *db.SetupInsertWithinLimitParams
+
 	started   time.Time
 	cut       bool           // the timeout is shorter than asked for, because the context's deadline comes first
 	keys      []int64        // of the locks
 	ticket    ticket         // its place in the queue of this process
 	statement pipeline.Query // all that it runs, if that is one statement
+	row       any            // points to where the statement puts what it returns
 	err       error          // of the statement, if it ran together with those of other calls
 	readOnly  bool           // the server takes no writes, whatever the host's function made of that
 }
@@ -40,6 +44,7 @@ type call struct {
 // runOne is run for a rule that is one statement. Calls that wait for the same locks run together.
 func runOne[T any](ctx context.Context, r *Repository, c *call, query func(context.Context, db.DBTX) (T, error)) (T, error) {
 	var row T
+	c.row = &row
 	// The host's query may look into its context, so that is the call's own, also where a batch has another.
 	c.statement = func(_ context.Context, q db.DBTX) (err error) {
 		if row, err = query(ctx, q); err != nil && c.foreign {

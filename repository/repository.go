@@ -111,9 +111,10 @@ func WithMaxWaiters(perKey int) Option {
 }
 
 // WithCoalescing bounds how many calls that wait for the same locks run together, as consecutive statements of one
-// transaction: CreateSetup, Deposit, Withdraw, Transfer and [GuardQuery]. Each has a result of its own, and no
-// call waits for others to come. It is [DefaultMaxBatch] if not given; otherwise up to 1024. With 0 or 1 none do; then half of the
-// pool's connections may be for one key, so that they, and not the network, set the pace.
+// transaction: CreateSetup, Deposit, Withdraw, Transfer and [GuardQuery]. Calls of CreateSetup that follow one another,
+// with the same limit and neither a key nor an event, are one statement. Each call has a result of its own, and none
+// waits for others to come. It is [DefaultMaxBatch] if not given; otherwise up to 1024. With 0 or 1 none do; then half of
+// the pool's connections may be for one key, so that they, and not the network, set the pace.
 //
 // Where such a transaction fails, its calls run again, each alone, so that none is harmed by another. A call whose
 // context ends while the transaction is on its way is [ErrOutcomeUnknown], and does not stop the others.

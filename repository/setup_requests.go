@@ -7,6 +7,7 @@ import (
 
 	"github.com/google/uuid"
 	"github.com/jackc/pgx/v5"
+	"github.com/jackc/pgx/v5/pgtype"
 
 	"github.com/latchkey-go/latchkey/db"
 	"github.com/latchkey-go/latchkey/internal/pipeline"
@@ -128,14 +129,18 @@ func (r *Repository) createSetup(ctx context.Context, c *call, userID uuid.UUID,
 	c.timeout = lockTimeout
 	c.idempotent = key != nil
 	c.limit = int64(maxPending)
+	insert := db.SetupInsertWithinLimitParams{
+		ID:         pgUUID(id),
+		UserID:     pgUUID(userID),
+		MaxPending: int16(maxPending),
+		Event:      event,
+	}
+	if key == nil && event == nil {
+		c.setup = &insert
+	}
 	row, err := runOne(ctx, r, c, func(ctx context.Context, q db.DBTX) (db.SetupInsertWithinLimitRow, error) {
 		if key == nil {
-			return db.New(q).SetupInsertWithinLimit(ctx, db.SetupInsertWithinLimitParams{
-				ID:         pgUUID(id),
-				UserID:     pgUUID(userID),
-				MaxPending: int16(maxPending),
-				Event:      event,
-			})
+			return db.New(q).SetupInsertWithinLimit(ctx, insert)
 		}
 		row, err := db.New(q).SetupInsertOnce(ctx, db.SetupInsertOnceParams{
 			ID:             pgUUID(id),
@@ -163,6 +168,31 @@ func (r *Repository) createSetup(ctx context.Context, c *call, userID uuid.UUID,
 		CreatedAt:      *row.CreatedAt,
 		EndedAt:        row.EndedAt,
 	}), nil
+}
+
+// insertSetups is the statement of several calls whose users and limits are the same.
+func insertSetups(ctx context.Context, q db.DBTX, calls []*ticket) error {
+	first := calls[0].Call.setup
+	params := db.SetupInsertManyWithinLimitParams{UserID: first.UserID, MaxPending: first.MaxPending}
+	for _, t := range calls {
+		params.Ids = append(params.Ids, t.Call.setup.ID)
+	}
+	rows, err := db.New(q).SetupInsertManyWithinLimit(ctx, params)
+	if err != nil {
+		return err
+	}
+	inserted := make(map[pgtype.UUID]db.SetupInsertManyWithinLimitRow, len(rows))
+	for _, row := range rows {
+		inserted[row.ID] = row
+	}
+	for _, t := range calls {
+		row, ok := inserted[t.Call.setup.ID]
+		if !ok { // those before it have used up the limit, if it was not used up already
+			row.PendingBefore = max(rows[0].PendingBefore, int64(first.MaxPending))
+		}
+		*t.Call.row.(*db.SetupInsertWithinLimitRow) = db.SetupInsertWithinLimitRow(row) //nolint:errcheck,forcetypeassert // runOne set it
+	}
+	return nil
 }
 
 // CompleteSetup moves a pending request to [SetupCompleted], which frees its place in the user's limit.

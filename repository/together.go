@@ -33,7 +33,7 @@ func (c *call) notEntered(ctx context.Context, err error) error {
 }
 
 // runTogether runs calls that wait for the same locks, each of them one statement, as consecutive statements of one
-// transaction. If that fails, they run again, each alone: no call is harmed by another.
+// transaction, and those of them that insert alike as one statement. If that fails, they run again, each alone: no call is harmed by another.
 func (r *Repository) runTogether(ctx context.Context, b *keyqueue.Batch[*call]) {
 	var again []*ticket
 	alone := false
@@ -77,12 +77,13 @@ func runCalls(ctx context.Context, conn *pgx.Conn, calls []*ticket) error {
 	if len(calls) == 0 {
 		return nil
 	}
-	statements := make([]pipeline.Query, len(calls))
-	for i, t := range calls {
-		statements[i] = t.Call.statement
-		if t.Call.foreign {
-			statements[i] = t.Call.recovered
-		}
+	var groups [][]*ticket
+	var statements []pipeline.Query
+	for rest := calls; len(rest) > 0; {
+		n := alike(rest)
+		groups = append(groups, rest[:n])
+		statements = append(statements, statementOf(rest[:n]))
+		rest = rest[n:]
 	}
 	return calls[0].Call.runIn(ctx, pipeline.Begin(conn), func(tx *pipeline.Tx) error {
 		tx.Foreign = slices.ContainsFunc(calls, func(t *ticket) bool { return t.Call.foreign })
@@ -90,11 +91,38 @@ func runCalls(ctx context.Context, conn *pgx.Conn, calls []*ticket) error {
 		if err != nil {
 			return err
 		}
-		for i, t := range calls {
-			t.Call.err = errs[i]
+		for i, group := range groups {
+			for _, t := range group {
+				t.Call.err = errs[i]
+			}
 		}
 		return nil
 	})
+}
+
+// alike returns how many of the calls, from the first on, can be one statement.
+func alike(calls []*ticket) int {
+	first := calls[0].Call.setup
+	n := slices.IndexFunc(calls[1:], func(t *ticket) bool {
+		next := t.Call.setup
+		return first == nil || next == nil || next.UserID != first.UserID || next.MaxPending != first.MaxPending
+	})
+	if n < 0 {
+		return len(calls)
+	}
+	return 1 + n
+}
+
+// statementOf returns what calls that are alike run.
+func statementOf(calls []*ticket) pipeline.Query {
+	switch c := calls[0].Call; {
+	case len(calls) > 1:
+		return func(ctx context.Context, q db.DBTX) error { return insertSetups(ctx, q, calls) }
+	case c.foreign:
+		return c.recovered
+	default:
+		return c.statement
+	}
 }
 
 // panicked is what the host's function panicked with, on a goroutine that is not its caller's.

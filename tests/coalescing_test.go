@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math/rand/v2"
 	"regexp"
 	"runtime/pprof"
 	"slices"
@@ -543,6 +544,82 @@ func TestCoalescingKeepsLimitsExact(t *testing.T) {
 				}
 			})
 		}
+	}
+}
+
+// Setups without a key and an event, of one user and limit, are one statement if they run together. What comes of it is
+// the same as of one after the other: wherever the pending ones have their slots, and whatever runs in between.
+func TestCoalescingInsertsAlikeAtOnce(t *testing.T) {
+	t.Parallel()
+	url := testdb.URL(t)
+	l := newDesk(t, url)
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	random := rand.New(rand.NewPCG(seed, 0))
+	const calls, limits, mostSlots = 16, 2, 12
+	for round := range 40 {
+		l.user = uuid.New()
+		l.key = setupKey(t, l.user)
+		pending := 0
+		for slot := 1; slot <= mostSlots; slot++ {
+			if random.IntN(2) == 0 {
+				continue
+			}
+			pending++
+			_, err := l.observer.Exec(t.Context(),
+				"INSERT INTO latchkey.setup_requests (user_id, pending_slot, max_pending) VALUES ($1, $2, $2)", l.user, slot)
+			require.NoError(t, err)
+		}
+		least := 1 + random.IntN(pending+calls)
+		opts := make([]repository.CreateSetupOpts, calls)
+		creates := make([]func(context.Context) (*repository.SetupRequest, error), calls)
+		for i := range opts {
+			if opts[i].MaxPending = least + max(0, random.IntN(2*limits)-limits); i < inDatabase {
+				opts[i].MaxPending = 100 // either may be first
+			}
+			switch random.IntN(10) {
+			case 0:
+				opts[i].IdempotencyKey = fmt.Sprint(i)
+			case 1:
+				opts[i].Event = &repository.Event{Topic: "setup"}
+			}
+			creates[i] = l.createSetup(opts[i])
+		}
+		holder := hold(t, url, l.key)
+		all := enter(t, creates...)
+		testdb.WaitForWaiter(t, l.observer, l.key, inDatabase)
+		require.NoError(t, holder.Rollback(t.Context()))
+
+		plain := func(i int) bool { return opts[i].IdempotencyKey == "" && opts[i].Event == nil }
+		var transaction, command string
+		last := -1 // of the batch that was inserted
+		for i, w := range all {
+			e := w.wait(t)
+			if pending >= opts[i].MaxPending {
+				requireLimit(t, e.err, int64(pending), int64(opts[i].MaxPending))
+				continue
+			}
+			require.NoError(t, e.err, "round %d, call %d of %+v", round, i, opts)
+			pending++
+			require.Equal(t, opts[i].MaxPending, e.value.MaxPending)
+			require.Equal(t, e.value, l.get(t, e.value.ID))
+			var xmin, cmin string
+			require.NoError(t, l.observer.QueryRow(t.Context(),
+				"SELECT xmin::text, cmin::text FROM latchkey.setup_requests WHERE id = $1", e.value.ID).Scan(&xmin, &cmin))
+			if i < inDatabase { // it ran alone
+				continue
+			}
+			if last >= 0 {
+				require.Equal(t, transaction, xmin, "the batch did not fail")
+				alike := true
+				for n := last; n < i; n++ {
+					alike = alike && plain(n) && plain(n+1) && opts[n].MaxPending == opts[n+1].MaxPending
+				}
+				require.Equal(t, alike, command == cmin, "round %d, calls %d and %d of %+v", round, last, i, opts)
+			}
+			transaction, command, last = xmin, cmin, i
+		}
+		require.Len(t, slots(t, l.pool, l.user), pending)
 	}
 }
 

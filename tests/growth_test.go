@@ -226,6 +226,9 @@ var growing = func() (all []growthCase) {
 	add("SetupInsertWithinLimit", "", func(q *db.Queries, id pgtype.UUID) error {
 		return errorOf(q.SetupInsertWithinLimit(ctx, db.SetupInsertWithinLimitParams{UserID: id, ID: newID(), MaxPending: 1000}))
 	})
+	add("SetupInsertManyWithinLimit", "", func(q *db.Queries, id pgtype.UUID) error {
+		return errorOf(q.SetupInsertManyWithinLimit(ctx, db.SetupInsertManyWithinLimitParams{UserID: id, Ids: []pgtype.UUID{newID(), newID()}, MaxPending: 1000}))
+	})
 	fresh, used := "fresh", "k1"
 	for variant, key := range map[string]*string{"no key": nil, "new key": &fresh, "used key": &used} {
 		if key != nil {

@@ -409,7 +409,7 @@ func TestPrivilegesDecoysAreNeverTouched(t *testing.T) {
 		`CREATE SCHEMA decoy`,
 		`CREATE FUNCTION public.used(OUT text) LANGUAGE plpgsql AS $$ BEGIN RAISE EXCEPTION 'a decoy was used'; END $$`,
 		`CREATE FUNCTION decoy.outbox_insert(text[]) RETURNS bigint LANGUAGE sql RETURN public.used()::bigint`,
-		`CREATE FUNCTION decoy.setup_free_slot(uuid) RETURNS bigint LANGUAGE sql RETURN public.used()::bigint`,
+		`CREATE FUNCTION decoy.setup_free_slot(uuid, bigint) RETURNS bigint LANGUAGE sql RETURN public.used()::bigint`,
 		`CREATE FUNCTION decoy.outbox_is_possible(text, text, text, text, timestamptz, timestamptz, integer, integer, bigint)
 			RETURNS boolean LANGUAGE sql RETURN public.used()::boolean`,
 		`CREATE FUNCTION decoy.pg_backend_pid() RETURNS integer LANGUAGE sql RETURN public.used()::integer`,

@@ -81,7 +81,7 @@ const (
 	checkSQL = `
 SELECT
     count(*),
-    CASE WHEN count(*) = 0 THEN 1 WHEN max(pending_slot) < 1000 THEN 1 + max(pending_slot) ELSE latchkey.setup_free_slot($1) END
+    CASE WHEN count(*) = 0 THEN 1 WHEN max(pending_slot) < 1000 THEN 1 + max(pending_slot) ELSE latchkey.setup_free_slot($1, 1) END
 FROM latchkey.setup_requests
 WHERE user_id = $1 AND status = 'pending'`
 
