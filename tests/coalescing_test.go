@@ -551,13 +551,23 @@ func TestCoalescingKeepsLimitsExact(t *testing.T) {
 // the same as of one after the other: wherever the pending ones have their slots, and whatever runs in between.
 func TestCoalescingInsertsAlikeAtOnce(t *testing.T) {
 	t.Parallel()
+	for _, mode := range execModes {
+		t.Run(mode.String(), func(t *testing.T) {
+			t.Parallel()
+			insertAlike(t, mode)
+		})
+	}
+}
+
+func insertAlike(t *testing.T, mode pgx.QueryExecMode) {
+	t.Helper()
 	url := testdb.URL(t)
-	l := newDesk(t, url)
+	l := newDeskOn(t, url, testdb.PoolAt(t, url, maxConns(4), withExecMode(mode)))
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
 	random := rand.New(rand.NewPCG(seed, 0))
 	const calls, limits, mostSlots = 16, 2, 12
-	for round := range 40 {
+	for round := range 20 {
 		l.user = uuid.New()
 		l.key = setupKey(t, l.user)
 		pending := 0
