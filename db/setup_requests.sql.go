@@ -117,7 +117,13 @@ WITH pending AS MATERIALIZED (
     WHERE s.user_id = $2 AND s.status = 'pending'
 ), inserted AS (
     INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending)
-    SELECT w.id, $2, CASE WHEN p.highest + w.nth <= $3::smallint THEN p.highest + w.nth ELSE latchkey.setup_free_slot($2::uuid, w.nth - greatest(($3::smallint) - p.highest, 0)) END, $3::smallint
+    SELECT
+        w.id, $2,
+        CASE
+            WHEN p.highest + w.nth <= $3::smallint THEN p.highest + w.nth
+            ELSE latchkey.setup_free_slot($2::uuid, w.nth - greatest(($3::smallint) - p.highest, 0))
+        END,
+        $3::smallint
     FROM pending AS p
     CROSS JOIN pg_catalog.unnest($1::uuid[]) WITH ORDINALITY AS w (id, nth)
     WHERE p.taken + w.nth <= $3::smallint
@@ -153,8 +159,8 @@ type SetupInsertManyWithinLimitRow struct {
 
 // SetupInsertManyWithinLimit does at once what SetupInsertWithinLimit does when it is run for one of the ids after the
 // other, for the same user with the same max_pending: as many of the first ids are inserted as the limit leaves room for.
-// Each row has pending_before, from before all of them, and a request that was inserted, in the order of the slots; or
-// there is one row, with NULL, if none was.
+// They take the slots after the highest first, and then what is free below max_pending, from the lowest on. Each row has
+// pending_before, from before all of them, and a request that was inserted; or there is one row, with NULL, if none was.
 //
 // The caller holds the lock setup_request:<user_id>, taken by a statement of its own, before this one.
 // Error 23505 on setup_requests_pending_key: a writer without the lock was there first.

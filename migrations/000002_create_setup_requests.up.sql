@@ -2,7 +2,8 @@
 --
 -- The rule is counted under the advisory lock setup_request:<user_id>. It is also a constraint: each pending row
 -- holds a slot from 1 to max_pending, and a slot is held once. A writer that skips the lock gets a unique violation,
--- not an overrun.
+-- not an overrun. That is the highest limit that is in use: where it was lowered, or differs from call to call, the lower
+-- one is kept by the lock alone, since what is pending may be in slots above it.
 --
 -- Idempotency keys are a column here, not a table of their own: a key belongs to its user, so the user's lock
 -- covers it too, and a repeat finds the first row by one index.

@@ -39,8 +39,8 @@ WHERE s.id = @id;
 -- name: SetupInsertManyWithinLimit :many
 -- SetupInsertManyWithinLimit does at once what SetupInsertWithinLimit does when it is run for one of the ids after the
 -- other, for the same user with the same max_pending: as many of the first ids are inserted as the limit leaves room for.
--- Each row has pending_before, from before all of them, and a request that was inserted, in the order of the slots; or
--- there is one row, with NULL, if none was.
+-- They take the slots after the highest first, and then what is free below max_pending, from the lowest on. Each row has
+-- pending_before, from before all of them, and a request that was inserted; or there is one row, with NULL, if none was.
 --
 -- The caller holds the lock setup_request:<user_id>, taken by a statement of its own, before this one.
 -- Error 23505 on setup_requests_pending_key: a writer without the lock was there first.
@@ -53,7 +53,13 @@ WITH pending AS MATERIALIZED (
     WHERE s.user_id = @user_id AND s.status = 'pending'
 ), inserted AS (
     INSERT INTO latchkey.setup_requests (id, user_id, pending_slot, max_pending)
-    SELECT w.id, @user_id, CASE WHEN p.highest + w.nth <= @max_pending::smallint THEN p.highest + w.nth ELSE latchkey.setup_free_slot(@user_id::uuid, w.nth - greatest((@max_pending::smallint) - p.highest, 0)) END, @max_pending::smallint
+    SELECT
+        w.id, @user_id,
+        CASE
+            WHEN p.highest + w.nth <= @max_pending::smallint THEN p.highest + w.nth
+            ELSE latchkey.setup_free_slot(@user_id::uuid, w.nth - greatest((@max_pending::smallint) - p.highest, 0))
+        END,
+        @max_pending::smallint
     FROM pending AS p
     CROSS JOIN pg_catalog.unnest(@ids::uuid[]) WITH ORDINALITY AS w (id, nth)
     WHERE p.taken + w.nth <= @max_pending::smallint

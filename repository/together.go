@@ -33,7 +33,8 @@ func (c *call) notEntered(ctx context.Context, err error) error {
 }
 
 // runTogether runs calls that wait for the same locks, each of them one statement, as consecutive statements of one
-// transaction, and those of them that insert alike as one statement. If that fails, they run again, each alone: no call is harmed by another.
+// transaction, and those of them that insert alike as one statement. If that fails, they run again, each alone: no call
+// is harmed by another.
 func (r *Repository) runTogether(ctx context.Context, b *keyqueue.Batch[*call]) {
 	var again []*ticket
 	alone := false
@@ -100,7 +101,8 @@ func runCalls(ctx context.Context, conn *pgx.Conn, calls []*ticket) error {
 	})
 }
 
-// alike returns how many of the calls, from the first on, can be one statement.
+// alike returns how many of the calls, from the first on, can be one statement. That they have the same lock does not yet
+// say that they have the same user: keys can collide.
 func alike(calls []*ticket) int {
 	first := calls[0].Call.setup
 	n := slices.IndexFunc(calls[1:], func(t *ticket) bool {

@@ -370,6 +370,35 @@ func TestCoalescingCallIsCancelled(t *testing.T) {
 		require.EqualValues(t, 1, again.BalanceAfter, "it was the first of the batch")
 		l.requireBalance(t, 4, id)
 	})
+	t.Run("while setups like it are inserted, and they have their own", func(t *testing.T) {
+		t.Parallel()
+		const limit, key = 50, 79
+		url := testdb.URL(t)
+		testdb.Exec(t, url, fmt.Sprintf(`
+			CREATE FUNCTION public.wait() RETURNS trigger LANGUAGE plpgsql AS $$
+			BEGIN PERFORM pg_catalog.pg_advisory_xact_lock(%d); RETURN NEW; END $$`, key), fmt.Sprintf(`
+			CREATE TRIGGER wait BEFORE INSERT ON latchkey.setup_requests
+			FOR EACH ROW WHEN (NEW.max_pending = %d) EXECUTE FUNCTION public.wait()`, limit))
+		l := newDesk(t, url)
+		first, second := hold(t, url, l.key), hold(t, url, key)
+		before, alike := l.createSetup(repository.CreateSetupOpts{MaxPending: limit + 1}), l.createSetup(repository.CreateSetupOpts{MaxPending: limit})
+		all := enter(t, before, before, alike, alike, alike)
+		testdb.WaitForWaiter(t, l.observer, l.key, inDatabase)
+		require.NoError(t, first.Rollback(t.Context()))
+		testdb.WaitForWaiter(t, l.observer, key, 1)
+		all[3].cancel()
+		require.ErrorIs(t, all[3].wait(t).err, repository.ErrOutcomeUnknown)
+		require.NoError(t, second.Rollback(t.Context()))
+		var ids []uuid.UUID
+		for _, i := range []int{2, 4} {
+			s := all[i].mustWait(t)
+			require.Equal(t, s, l.get(t, s.ID))
+			ids = append(ids, s.ID)
+		}
+		require.Equal(t, []int{2}, sizes(t, l.transactions(t, "setup_requests", ids)))
+		require.Equal(t, []int{3, 5}, []int{l.slot(t, ids[0]), l.slot(t, ids[1])})
+		require.Equal(t, []int{1, 2, 3, 4, 5}, slots(t, l.pool, l.user))
+	})
 	t.Run("and does not run again when its batch fails", func(t *testing.T) {
 		t.Parallel()
 		l := newDesk(t, url)

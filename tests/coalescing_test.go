@@ -496,6 +496,12 @@ func (g gathering) racers(t *testing.T, url string, callers int) racers {
 func TestCoalescingKeepsLimitsExact(t *testing.T) {
 	t.Parallel()
 	const callers = 200
+	keyOf := func(n int) string { // those without one are inserted alike
+		if n%8 < 2 {
+			return fmt.Sprint(n)
+		}
+		return ""
+	}
 	for _, processes := range []int{1, 2} {
 		for _, maxBatch := range []int{0, 7, 64} {
 			t.Run(fmt.Sprintf("in %d processes, in batches of %d", processes, maxBatch), func(t *testing.T) {
@@ -509,7 +515,7 @@ func TestCoalescingKeepsLimitsExact(t *testing.T) {
 					race := inBackground(t, func() ([]error, error) {
 						return r.atOnce(func(c racer) (err error) {
 							created[c.n], err = c.repo.CreateSetup(t.Context(), user,
-								&repository.CreateSetupOpts{MaxPending: limit, IdempotencyKey: fmt.Sprint(c.n)})
+								&repository.CreateSetupOpts{MaxPending: limit, IdempotencyKey: keyOf(c.n)})
 							return err
 						}), nil
 					})
@@ -526,7 +532,7 @@ func TestCoalescingKeepsLimitsExact(t *testing.T) {
 						row, err := r[0].repo.GetSetup(t.Context(), s.ID)
 						require.NoError(t, err)
 						require.Equal(t, row, s)
-						require.Equal(t, fmt.Sprint(n), s.IdempotencyKey)
+						require.Equal(t, keyOf(n), s.IdempotencyKey)
 						require.Equal(t, user, s.UserID)
 					}
 					if limit > inDatabase {

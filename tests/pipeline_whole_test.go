@@ -2,6 +2,8 @@ package tests
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"strings"
 	"testing"
 
@@ -18,8 +20,13 @@ import (
 func (p *pipe) whole(t *testing.T, conn *pgx.Conn) *pipeline.Tx {
 	t.Helper()
 	tx := pipeline.Begin(conn)
-	require.NoError(t, db.New(tx.Before()).TxSetLockBudget(t.Context(), lockBudget(patience)))
-	require.NoError(t, db.New(tx.Before()).LockOne(t.Context(), p.key))
+	key, asked := p.key, false
+	tx.Otherwise = func() error {
+		require.False(t, asked)
+		asked = true
+		require.NoError(t, db.New(tx.Before()).TxSetLockBudget(t.Context(), lockBudget(patience)))
+		return db.New(tx.Before()).LockOne(t.Context(), key)
+	}
 	require.NoError(t, db.New(tx.Whole()).LockOneAtOnce(t.Context(),
 		db.LockOneAtOnceParams{LockTimeoutMs: patience.Milliseconds(), Key: p.key}))
 	return tx
@@ -91,6 +98,31 @@ func TestPipelineWhole(t *testing.T) {
 		_, err = tx.Last().Exec(t.Context(), addNote, 8)
 		require.NoError(t, err)
 		require.Equal(t, "begin", names(p.proxy.Traffic())[0], "what a foreign statement does is not known")
+		p.requireKept(t, conn)
+	})
+}
+
+// Without what stands for a whole write, nothing may be sent.
+func TestPipelineWholeWithNothingOtherwise(t *testing.T) {
+	t.Parallel()
+	inEveryExecMode(t, func(t *testing.T, p *pipe) {
+		t.Helper()
+		conn := p.acquire(t)
+		p.warm(t, conn.Conn(), addNote)
+		late := errors.New("too late")
+		p.proxy.Reset()
+		tx := p.whole(t, conn.Conn())
+		tx.Otherwise = func() error { return late }
+		tx.Explain = func(err error) error { return fmt.Errorf("explained: %w", err) }
+		_, err := tx.Exec(t.Context(), addNote, 1)
+		require.ErrorIs(t, err, late)
+		require.ErrorContains(t, err, "explained: ")
+		_, err = tx.Last().Exec(t.Context(), addNote, 2)
+		require.ErrorIs(t, err, late)
+		require.ErrorIs(t, tx.Commit(t.Context()), pgx.ErrTxCommitRollback)
+		tx.Rollback(t.Context())
+		require.Zero(t, p.proxy.Traffic().RoundTrips)
+		p.requireNotes(t)
 		p.requireKept(t, conn)
 	})
 }

@@ -48,7 +48,7 @@ var ErrInUse = errors.New("transaction is in use: it is for one goroutine, and t
 // one goroutine; a second one gets [ErrInUse], and after the end [pgx.ErrTxClosed].
 //
 // [Tx.Rollback] must follow every Tx that was not committed, and does no harm to one that was. Errors are those
-// of pgx, except [BeforeError] and [OutcomeError].
+// of pgx, except [BeforeError], [OutcomeError], and those of Otherwise and Ahead, after which the query is not sent.
 type Tx struct {
 	// Explain, if it is set, gives an error of the server or the connection its meaning before a query or
 	// Commit returns it. The connection is known to be lost or not by then.
@@ -70,7 +70,7 @@ type Tx struct {
 	Foreign bool
 
 	conn     *pgx.Conn
-	prepared *prepared // on conn
+	prepared *prepared // on conn; only known while that is the transaction's
 	send     func(context.Context, *pgx.Batch) pgx.BatchResults
 	commit   string
 	rollback string
@@ -99,7 +99,6 @@ var begin = []statement{{sql: "begin isolation level read committed"}}
 func Begin(conn *pgx.Conn) *Tx {
 	return &Tx{
 		conn:     conn,
-		prepared: preparedOn(conn),
 		send:     conn.SendBatch,
 		before:   begin,
 		commit:   "commit",
@@ -112,7 +111,6 @@ func Begin(conn *pgx.Conn) *Tx {
 func Join(outer pgx.Tx) *Tx {
 	return &Tx{
 		conn:     outer.Conn(),
-		prepared: preparedOn(outer.Conn()),
 		send:     outer.SendBatch,
 		before:   []statement{{sql: "savepoint latchkey"}},
 		commit:   "release savepoint latchkey",
@@ -252,7 +250,8 @@ func (tx *Tx) start(ctx context.Context, queries []statement, last bool) *reply 
 			return &reply{tx: tx, done: true, err: tx.failed}
 		}
 	}
-	p := tx.prepared
+	p := preparedOn(tx.conn)
+	tx.prepared = p
 	// In a transaction that is open already, this one's or one that the host left, the end of the write commits nothing.
 	idle := tx.conn.PgConn().TxStatus() == 'I'
 	if last && len(tx.whole) > 0 && idle && !tx.Foreign && !p.notWhole && p.covers(queries) {
@@ -271,8 +270,8 @@ func (tx *Tx) start(ctx context.Context, queries []statement, last bool) *reply 
 	if otherwise := tx.Otherwise; otherwise != nil {
 		tx.Otherwise = nil
 		if err := otherwise(); err != nil {
-			tx.failed = err
-			return &reply{tx: tx, done: true, err: err}
+			tx.failed = tx.explain(err)
+			return &reply{tx: tx, done: true, err: tx.failed}
 		}
 	}
 
