@@ -27,16 +27,13 @@ type call struct {
 	foreign    bool          // what it runs is the host's
 	idempotent bool          // it has an idempotency key
 	limit      int64         // of its rule, for the error of the constraint behind it
-
-	// setup is what its statement inserts, if that can be done for several calls at once.
-	setup *db.SetupInsertWithinLimitParams
+	setup      *setupInsert  // what its statement inserts, if that can be done for several calls at once
 
 	started   time.Time
 	cut       bool           // the timeout is shorter than asked for, because the context's deadline comes first
 	keys      []int64        // of the locks
 	ticket    ticket         // its place in the queue of this process
 	statement pipeline.Query // all that it runs, if that is one statement
-	row       any            // points to where the statement puts what it returns
 	err       error          // of the statement, if it ran together with those of other calls
 	readOnly  bool           // the server takes no writes, whatever the host's function made of that
 }
@@ -44,20 +41,28 @@ type call struct {
 // runOne is run for a rule that is one statement. Calls that wait for the same locks run together.
 func runOne[T any](ctx context.Context, r *Repository, c *call, query func(context.Context, db.DBTX) (T, error)) (T, error) {
 	var row T
-	c.row = &row
-	// The host's query may look into its context, so that is the call's own, also where a batch has another.
-	c.statement = func(_ context.Context, q db.DBTX) (err error) {
-		if row, err = query(ctx, q); err != nil && c.foreign {
-			err = hostError{err}
-		}
+	err := r.runStatement(ctx, c, func(ctx context.Context, q db.DBTX) (err error) {
+		row, err = query(ctx, q)
 		return err
-	}
-	err := r.run(ctx, c, func(tx *pipeline.Tx) error { return c.statement(ctx, tx.Last()) })
+	})
 	if err != nil {
 		var none T // row may still be written to, if ctx ended
 		return none, err
 	}
 	return row, nil
+}
+
+// runStatement is runOne for a statement that keeps its result to itself.
+func (r *Repository) runStatement(ctx context.Context, c *call, statement pipeline.Query) error {
+	// The host's query may look into its context, so that is the call's own, also where a batch has another.
+	c.statement = func(_ context.Context, q db.DBTX) error {
+		err := statement(ctx, q)
+		if err != nil && c.foreign {
+			err = hostError{err}
+		}
+		return err
+	}
+	return r.run(ctx, c, func(tx *pipeline.Tx) error { return c.statement(ctx, tx.Last()) })
 }
 
 // run runs fn in a transaction that begins with the call's locks, and commits it if fn returns nil. The locks

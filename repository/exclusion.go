@@ -90,8 +90,8 @@ func (e *exclusion) join(prove func() error) *proof {
 
 // proveExclusion takes a fresh lock on one connection, and tries for it on another: while it is held, and when it is
 // not. Of several processes that do so at once one holds while it tries, and the others know by that: behind a pooler
-// with few connections, each would have one and wait for its second. The connections are beside the pool, so that a pool of one, or one that the host has emptied, cannot make it
-// wait for itself, and closed afterwards.
+// with few connections, each would have one and wait for its second. The connections are beside the pool, so that a pool
+// of one, or one that the host has emptied, cannot make it wait for itself, and closed afterwards.
 func (r *Repository) proveExclusion(ctx context.Context) error {
 	bounded, cancel := context.WithTimeout(ctx, proofTimeout)
 	defer cancel()

@@ -129,28 +129,31 @@ func (r *Repository) createSetup(ctx context.Context, c *call, userID uuid.UUID,
 	c.timeout = lockTimeout
 	c.idempotent = key != nil
 	c.limit = int64(maxPending)
-	insert := db.SetupInsertWithinLimitParams{
+	insert := &setupInsert{params: db.SetupInsertWithinLimitParams{
 		ID:         pgUUID(id),
 		UserID:     pgUUID(userID),
 		MaxPending: int16(maxPending),
 		Event:      event,
-	}
+	}}
 	if key == nil && event == nil {
-		c.setup = &insert
+		c.setup = insert
 	}
-	row, err := runOne(ctx, r, c, func(ctx context.Context, q db.DBTX) (db.SetupInsertWithinLimitRow, error) {
+	err = r.runStatement(ctx, c, func(ctx context.Context, q db.DBTX) (err error) {
 		if key == nil {
-			return db.New(q).SetupInsertWithinLimit(ctx, insert)
+			insert.row, err = db.New(q).SetupInsertWithinLimit(ctx, insert.params)
+			return err
 		}
-		row, err := db.New(q).SetupInsertOnce(ctx, db.SetupInsertOnceParams{
+		once, err := db.New(q).SetupInsertOnce(ctx, db.SetupInsertOnceParams{
 			ID:             pgUUID(id),
 			UserID:         pgUUID(userID),
 			MaxPending:     int16(maxPending),
 			IdempotencyKey: *key,
 			Event:          event,
 		})
-		return db.SetupInsertWithinLimitRow(row), err
+		insert.row = db.SetupInsertWithinLimitRow(once)
+		return err
 	})
+	row := &insert.row // still written to, perhaps, if err says that ctx ended
 	switch {
 	case err != nil:
 		return nil, err
@@ -170,12 +173,18 @@ func (r *Repository) createSetup(ctx context.Context, c *call, userID uuid.UUID,
 	}), nil
 }
 
+// setupInsert is what the statement of a CreateSetup inserts, and what it returned.
+type setupInsert struct {
+	params db.SetupInsertWithinLimitParams
+	row    db.SetupInsertWithinLimitRow
+}
+
 // insertSetups is the statement of several calls whose users and limits are the same.
 func insertSetups(ctx context.Context, q db.DBTX, calls []*ticket) error {
-	first := calls[0].Call.setup
+	first := calls[0].Call.setup.params
 	params := db.SetupInsertManyWithinLimitParams{UserID: first.UserID, MaxPending: first.MaxPending}
 	for _, t := range calls {
-		params.Ids = append(params.Ids, t.Call.setup.ID)
+		params.Ids = append(params.Ids, t.Call.setup.params.ID)
 	}
 	rows, err := db.New(q).SetupInsertManyWithinLimit(ctx, params)
 	if err != nil {
@@ -186,11 +195,11 @@ func insertSetups(ctx context.Context, q db.DBTX, calls []*ticket) error {
 		inserted[row.ID] = row
 	}
 	for _, t := range calls {
-		row, ok := inserted[t.Call.setup.ID]
+		row, ok := inserted[t.Call.setup.params.ID]
 		if !ok { // those before it have used up the limit, if it was not used up already
 			row.PendingBefore = max(rows[0].PendingBefore, int64(first.MaxPending))
 		}
-		*t.Call.row.(*db.SetupInsertWithinLimitRow) = db.SetupInsertWithinLimitRow(row) //nolint:errcheck,forcetypeassert // runOne set it
+		t.Call.setup.row = db.SetupInsertWithinLimitRow(row)
 	}
 	return nil
 }

@@ -107,7 +107,7 @@ func alike(calls []*ticket) int {
 	first := calls[0].Call.setup
 	n := slices.IndexFunc(calls[1:], func(t *ticket) bool {
 		next := t.Call.setup
-		return first == nil || next == nil || next.UserID != first.UserID || next.MaxPending != first.MaxPending
+		return first == nil || next == nil || next.params.UserID != first.params.UserID || next.params.MaxPending != first.params.MaxPending
 	})
 	if n < 0 {
 		return len(calls)

@@ -374,11 +374,7 @@ func TestCoalescingCallIsCancelled(t *testing.T) {
 		t.Parallel()
 		const limit, key = 50, 79
 		url := testdb.URL(t)
-		testdb.Exec(t, url, fmt.Sprintf(`
-			CREATE FUNCTION public.wait() RETURNS trigger LANGUAGE plpgsql AS $$
-			BEGIN PERFORM pg_catalog.pg_advisory_xact_lock(%d); RETURN NEW; END $$`, key), fmt.Sprintf(`
-			CREATE TRIGGER wait BEFORE INSERT ON latchkey.setup_requests
-			FOR EACH ROW WHEN (NEW.max_pending = %d) EXECUTE FUNCTION public.wait()`, limit))
+		testdb.Exec(t, url, waitingInserts(limit, key)...)
 		l := newDesk(t, url)
 		first, second := hold(t, url, l.key), hold(t, url, key)
 		before, alike := l.createSetup(repository.CreateSetupOpts{MaxPending: limit + 1}), l.createSetup(repository.CreateSetupOpts{MaxPending: limit})

@@ -633,11 +633,7 @@ func TestSetupIsCreatedWhileOthersEnd(t *testing.T) {
 	t.Parallel()
 	const limit, key = 7, 77
 	url := testdb.URL(t)
-	testdb.Exec(t, url, fmt.Sprintf(`
-		CREATE FUNCTION public.wait() RETURNS trigger LANGUAGE plpgsql AS $$
-		BEGIN PERFORM pg_catalog.pg_advisory_xact_lock(%d); RETURN NEW; END $$`, key), fmt.Sprintf(`
-		CREATE TRIGGER wait BEFORE INSERT ON latchkey.setup_requests
-		FOR EACH ROW WHEN (NEW.max_pending = %d) EXECUTE FUNCTION public.wait()`, limit))
+	testdb.Exec(t, url, waitingInserts(limit, key)...)
 	local := newFixture(t, url)
 	past := newFixture(t, url)
 	for _, gap := range []bool{false, true} {
@@ -1082,6 +1078,15 @@ const (
 	// dropPendingKey takes away the constraint that would hide a broken lock.
 	dropPendingKey = "DROP INDEX latchkey.setup_requests_pending_key"
 )
+
+// waitingInserts have a request with this limit wait for the advisory lock before it is inserted.
+func waitingInserts(limit, key int) []string {
+	return []string{fmt.Sprintf(`
+		CREATE FUNCTION public.wait() RETURNS trigger LANGUAGE plpgsql AS $$
+		BEGIN PERFORM pg_catalog.pg_advisory_xact_lock(%d); RETURN NEW; END $$`, key), fmt.Sprintf(`
+		CREATE TRIGGER wait BEFORE INSERT ON latchkey.setup_requests
+		FOR EACH ROW WHEN (NEW.max_pending = %d) EXECUTE FUNCTION public.wait()`, limit)}
+}
 
 // slowInserts keep a row invisible to others for a while after it was decided on.
 var slowInserts = []string{
